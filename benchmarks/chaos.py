@@ -39,7 +39,7 @@ from measuring import TESTS, finish, parts_of, result
 from training_process import Training, ended_alike
 
 from affinage.checkpoint import CheckpointStore
-from affinage.cluster.launch import FailureConfig, WorkerGroup, supervise
+from affinage.cluster.launch import WorkerGroup, supervise
 from affinage.errors import EXIT_PREEMPTED
 
 STEPS = 40
@@ -101,6 +101,7 @@ def preempt(folder: Path, draw: random.Random, quick: bool) -> Outcomes:
                 early = any("SIGTERM" in line for line in run.said if line.startswith("launch:"))
                 kept = max([0, *run.saved()]) >= max([begun, *steps_made(run, start)])
                 yield f"signals to one of {workers}", kept and (status in (0, EXIT_PREEMPTED) or early)
+            run.left = 0  # it may have been done before all signals
             yield "runs after them", run.run() == 0 and ended_alike(run.folder, alone, STEPS)
 
 
@@ -214,7 +215,7 @@ def drive(address: str, folder: str) -> int:
     program = [*PYTHON, "-m", "training_process"]
     launcher = RayLauncher(2, address=address, devices=2, program=program)
     try:
-        return supervise(launcher.start, [job], FailureConfig(max_failures=20))
+        return supervise(launcher.start, [job], max_failures=20)
     finally:
         launcher.close()
 

@@ -35,7 +35,8 @@ def failing(scratch: Path, tests: str, deselected: list[str]) -> str:
 def caught_by(mutation: dict[str, str], scratch: Path) -> str:
     """Return the first test that fails with the line changed and passes without, or an empty string."""
     file = scratch / "src" / "affinage" / mutation["file"]
-    text, tests = file.read_text(encoding="utf-8"), f"tests/{Path(mutation['file']).parts[0]}"
+    text = file.read_text(encoding="utf-8")
+    tests = mutation.get("tests", f"tests/{Path(mutation['file']).parts[0]}")
     if text.count(mutation["right"]) != 1:
         raise SystemExit(f"{mutation['file']}: {text.count(mutation['right'])} times {mutation['right']}")
     red: list[str] = []

@@ -18,8 +18,7 @@ from measuring import Result, finish, options_of, result
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.hardware.chips import GiB
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import GiB, find_slice
 from affinage.planning.compiled import compile_on
 from affinage.planning.plan import Training, make_plan, only, planned_graph
 

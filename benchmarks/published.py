@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from measuring import Result, finish, options_of, result
 
 from affinage.config.load import load_recipe
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.planning.plan import make_plan, planned_graph
 
 CUDNN = "pretrain.attention=cudnn"

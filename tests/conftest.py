@@ -46,6 +46,8 @@ import jax
 import pytest
 from hypothesis import settings
 
+from run_affinage import affinage  # noqa: F401
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Two slow cores run these tests: a deadline would only measure the machine, and CI must be repeatable.

@@ -1,12 +1,21 @@
-"""The fixture `affinage`: the program, run in the process of the test."""
+"""The program, run in the process of the test."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
 from affinage.cli import main
 
 Affinage = Callable[..., tuple[int, str, str]]
+
+
+def run(*words: str | Path, settings: Iterable[str] = (), status: int = 0) -> None:
+    """Call it with words and settings, each of which stands after `--set`; it must end with the status."""
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, words), *overrides])
+    assert (ended.value.code or 0) == status
 
 
 @pytest.fixture

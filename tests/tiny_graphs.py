@@ -47,14 +47,14 @@ def moe(*, layers: int = 2, attention: Any = None, scan: Any = "auto", **ffn: An
     return llama(layers=layers, attention=attention, scan=scan, ffn=experts)
 
 
-def gpt2(*, layers: int = 2, dropout: float = 0.0) -> Any:
-    """Width 32, 4 heads, 40 positions."""
+def gpt2(*, layers: int = 2, dropout: float = 0.0, vocabulary: int = VOCABULARY, context: int = 40) -> Any:
+    """Width 32, 4 heads, `context` learned positions."""
     norm = {"kind": "layer", "eps": 1e-5}
     return {
         "inputs": ["tokens"],
         "nodes": {
-            "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
-            "positions": {"kind": "learned_positions", "in": "embed", "length": 40},
+            "embed": {"kind": "embedding", "in": "tokens", "vocab": vocabulary, "width": 32},
+            "positions": {"kind": "learned_positions", "in": "embed", "length": context},
             "drop": {"kind": "dropout", "in": "positions", "rate": dropout},
             "blocks": {
                 "kind": "transformer_block",

@@ -10,35 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import tiny_graphs
 from affinage.config.data import TokenizerSettings
 from affinage.data.tokenizer import FILE, Tokenizer
 from affinage.data.tokenizer_training import bpe_json, train_bpe
 from affinage.generation.model import LoadedModel, logits_of
+from affinage.hub.families import family_of
 from affinage.model.forward import init_params
 from affinage.model.graph import parse
 
 CONTEXT = 96
 VOCABULARY = 420
 FIRST_PIECE = 266  # after the ten fixed ids and the 256 bytes
-_BLOCK = {"kind": "transformer_block", "in": "embed", "repeat": 1}
-_TAIL = {
-    "logits": {"kind": "unembed", "in": "norm", "vocab": VOCABULARY, "tied": False},
-    "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
-}
-LLAMA = {
-    "inputs": ["tokens"],
-    "nodes": {
-        "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
-        "blocks": _BLOCK
-        | {
-            "attention": {"heads": 4, "kv_heads": 2, "rope": {"theta": 10000}},
-            "ffn": {"kind": "swiglu", "width": 48},
-            "norm": {"kind": "rms", "eps": 1e-6},
-        },
-        "norm": {"kind": "rms_norm", "in": "blocks"},
-        **_TAIL,
-    },
-}
+LLAMA = tiny_graphs.llama(layers=1, vocabulary=VOCABULARY, attention={"kv_heads": 2})
 
 _TEXT = [
     "The capital of France is Paris, and the currency of Japan is the yen.",
@@ -69,8 +53,7 @@ def tiny_llama(seed: int = 0, scale: float = 6.0, layers: int = 1) -> LoadedMode
 
     The logits of control tokens and of single bytes are 0, so that it says text, if not sense.
     """
-    nodes = LLAMA["nodes"]
-    graph = parse(LLAMA | {"nodes": nodes | {"blocks": nodes["blocks"] | {"repeat": layers}}})
+    graph = parse(tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, attention={"kv_heads": 2}))
     params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, _initialise(graph, seed))
     words = jnp.arange(VOCABULARY) >= FIRST_PIECE
     params["logits"]["kernel"] = params["logits"]["kernel"] * words[:, None]
@@ -103,30 +86,10 @@ def with_template(template: str | None, system_prompt: str) -> LoadedModel:
     return replace(tiny_llama(), tokenizer=own, system_prompt=system_prompt)
 
 
-GPT2 = {
-    "inputs": ["tokens"],
-    "nodes": {
-        "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
-        "positions": {"kind": "learned_positions", "in": "embed", "length": CONTEXT},
-        "blocks": _BLOCK
-        | {
-            "in": "positions",
-            "attention": {"heads": 4, "bias": True},
-            "ffn": {"kind": "gelu", "width": 64, "bias": True},
-            "norm": {"kind": "layer", "eps": 1e-5},
-            "repeat": 2,
-        },
-        "norm": {"kind": "layer_norm", "in": "blocks", "eps": 1e-5},
-        "logits": {"kind": "unembed", "in": "norm", "tied": True},
-        "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
-    },
-}
-
-
 @lru_cache
 def tiny_gpt2() -> LoadedModel:
     """GPT-2 of width 32: learned positions, layer norms, biases, tied embeddings."""
-    graph = parse(GPT2)
+    graph = parse(tiny_graphs.gpt2(vocabulary=VOCABULARY, context=CONTEXT))
     return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny-gpt2", CONTEXT)
 
 
@@ -134,8 +97,7 @@ def tiny_gpt2() -> LoadedModel:
 def tiny_mixtral() -> LoadedModel:
     """`tiny_llama` of two layers with four experts, two for each token."""
     experts = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24, "z_loss_weight": 0.0}
-    nodes = LLAMA["nodes"]
-    graph = parse(LLAMA | {"nodes": nodes | {"blocks": nodes["blocks"] | {"ffn": experts, "repeat": 2}}})
+    graph = parse(tiny_graphs.llama(layers=2, vocabulary=VOCABULARY, attention={"kv_heads": 2}, ffn=experts))
     return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny", CONTEXT)
 
 
@@ -154,3 +116,20 @@ def fused_experts(tensors):
         )
         merged |= {f"{prefix}gate_up_proj": np.concatenate([w1, w3], axis=1), f"{prefix}down_proj": w2}
     return merged
+
+
+def in_transformers(graph, params, context: int = CONTEXT):
+    """The same model with the same weights in transformers, in float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = family_of(graph)
+    config = family.to_config(graph, context=context)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config.pop("model_type"), **config), attn_implementation="eager"
+    )
+    tensors = fused_experts(family.to_tensors(jax.device_get(params), graph))
+    missing = model.load_state_dict({name: torch.tensor(array) for name, array in tensors.items()}, strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.float().eval()

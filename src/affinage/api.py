@@ -11,7 +11,6 @@ These are the verbs `run`, `graph` and `generate` of the command line, with the 
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,14 @@ from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import prepare
+from affinage.pipeline.build import build_steps, prepare_process
+from affinage.pipeline.runner import PipelineRunner, PlannedStep, ProgressListener
+from affinage.registry import load_plugins
+from affinage.results import Result, read_json_lines
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
     from affinage.model import Graph
-    from affinage.pipeline.runner import PlannedStep
-    from affinage.pipeline.step import StepContext, Summary
-    from affinage.results import Result
 
 Row = Mapping[str, Any]
 
@@ -46,7 +46,6 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
     """Returns the recipe's model; `vocabulary` is the size of `vocab: auto`, by default that of the tokenizer."""
     prepare()
     from affinage.model import parse
-    from affinage.registry import load_plugins
 
     load_plugins(loaded)
     size = loaded.recipe.tokenizer.vocab_size if vocabulary is None else vocabulary
@@ -67,8 +66,7 @@ class Run:
 
     def metrics(self, training: str = "pretrain") -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, oldest first; those of steps have `loss`, those of validations `validation`."""
-        lines = (self.folder / training / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return list(read_json_lines(self.folder / training / "metrics.jsonl"))
 
     def checkpoints(self, training: str = "pretrain") -> Path:
         """The folder with one Orbax checkpoint for each kept step, named by the step."""
@@ -103,15 +101,21 @@ def run(
         Preempted: it was interrupted and has saved its state; the same call resumes.
         UserError: for a mistake in the recipe or its files.
     """
-    from affinage.pipeline.build import build_steps
-    from affinage.pipeline.runner import PipelineRunner
 
-    prepare_process(loaded)
+    class Lines(ProgressListener):
+        def on_metrics(self, row: Row) -> None:
+            if on_metrics is not None:
+                on_metrics(row)
+
+        def on_end(self, planned: PlannedStep, result: Result, seconds: float) -> None:
+            print(f"{planned.name:<18}{duration(seconds)}", flush=True)
+
+    prepare_process(loaded.recipe)
     wanted = [until] if isinstance(until, str) else until
-    runner = PipelineRunner(loaded, Path(runs), build_steps(loaded, write_report), until=wanted)
+    runner = PipelineRunner(loaded, Path(runs), build_steps(loaded), until=wanted)
     with Processes.current.all_at_work():
         runner.check(runner.plan())
-    runner.run(_Lines(on_metrics or (lambda row: None)))
+    runner.run(Lines())
     return Run(loaded.recipe.name, Path(runs))
 
 
@@ -144,35 +148,3 @@ def prompt_tokens(text: str, model: "LoadedModel") -> list[int]:
     if len(prompt) >= model.context:
         raise UserError(f"the prompt has {len(prompt)} tokens; this model takes at most {model.context - 1}")
     return prompt
-
-
-class _Lines:
-    """Prints a line when a step ends, and passes metrics on."""
-
-    def __init__(self, on_metrics: Callable[[Row], None]) -> None:
-        self.on_metrics = on_metrics
-
-    def on_begin(self, planned: "PlannedStep") -> None: ...
-
-    def on_progress(self, what: str) -> None: ...
-
-    def on_end(self, planned: "PlannedStep", result: "Result", seconds: float) -> None:
-        print(f"{planned.name:<18}{duration(seconds)}", flush=True)
-
-
-def write_report(context: "StepContext") -> "Summary":
-    """The function of the report step."""
-    from affinage.report import write_report
-
-    return write_report(context.run_folder, context.folder / "report.html")
-
-
-def prepare_process(loaded: LoadedRecipe) -> None:
-    """Set the environment variables that libraries read when they are imported."""
-    from affinage.pipeline.build import is_local
-
-    prepare()
-    if is_local(loaded.recipe):  # else the harness asks Hugging Face about tasks that are files here
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

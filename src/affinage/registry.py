@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -106,17 +107,10 @@ def load_named_plugins() -> None:
 
 def plugin_sources(loaded: LoadedRecipe, settings: Any) -> dict[str, str]:
     """Return the hash of each plug-in, loaded before, whose registered names are used in some settings, by its path."""
-    used = _plugins_used(settings)
+    written = json.dumps(settings, default=str)
+    used = {plugin for name, plugin in _from_plugin.items() if json.dumps(name) in written}
     files = {path: loaded.beside(path, ("plugins", index)) for index, path in enumerate(loaded.recipe.plugins)}
     return {f"plugin {path}": _digest(file) for path, file in files.items() if str(file.resolve()) in used}
-
-
-def _plugins_used(settings: Any) -> set[str]:
-    if isinstance(settings, Mapping):
-        return _plugins_used([*settings, *settings.values()])
-    if isinstance(settings, list | tuple):
-        return {plugin for entry in settings for plugin in _plugins_used(entry)}
-    return {_from_plugin[settings]} if isinstance(settings, str) and settings in _from_plugin else set()
 
 
 def _load(file: Path, where: str) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, TransientError, UserError
@@ -33,22 +33,19 @@ class StopSignals:
     current: ClassVar["StopSignals | None"] = None
 
     def __init__(self) -> None:
-        self._reason, self._since = "", 0.0
+        self._reason, self._since, self._cleanup = "", 0.0, contextlib.ExitStack()
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread() and StopSignals.current is None:
-            self._before = {number: signal.signal(number, self._on_signal) for number in heeded()}
+            self._cleanup.enter_context(handled_by(self._on_signal))
             StopSignals.current = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if StopSignals.current is not self:
             return
         StopSignals.current = None
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._cleanup.close()
         mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
         if self._reason and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
             raise Preempted(self._reason) from error  # a library has made another error of it
@@ -71,30 +68,20 @@ class StopSignals:
             leave(self._reason)
 
 
-def heeded() -> list[signal.Signals]:
-    """Return those of SIGNALS that this process reacts to: not SIGHUP where nohup has it ignored."""
-    return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
-
-
 @contextlib.contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, `handler` gets SIGTERM, SIGINT and SIGHUP; outside of the main thread Python allows no handlers."""
+    """Inside, `handler` gets SIGTERM, SIGINT and SIGHUP, but the latter not where nohup has it ignored.
+
+    Outside of the main thread Python allows no handlers, and this does nothing.
+    """
+    numbers = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
     in_main_thread = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in heeded()} if in_main_thread else {}
+    before = {number: signal.signal(number, handler) for number in numbers} if in_main_thread else {}
     try:
         yield
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def nothing_to_lose(after_interrupt: int) -> contextlib.AbstractContextManager[None]:
-    """Inside, a signal ends this process at once, with the status of a preempted run; after SIGINT another one."""
-
-    def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
-        os._exit(after_interrupt if number == signal.SIGINT else EXIT_PREEMPTED)
-
-    return handled_by(leave_at_once)
 
 
 class _WithoutReader:
@@ -120,12 +107,9 @@ class _WithoutReader:
 @contextlib.contextmanager
 def without_readers() -> Iterator[None]:
     """Inside, work continues when the reader of its output has ended, as in `| head`, or its terminal is closed."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and _WithoutReader(stream) for stream in before)
-    try:
+    out, err = (stream and _WithoutReader(stream) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 def die_with_parent() -> None:
@@ -145,12 +129,8 @@ def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
     os._exit(status)
 
 
-_skip_exit_handlers = threading.Event()
-
-
-def skip_exit_handlers() -> None:
-    """Have `left_when_done` end this process without exit handlers, of which JAX's waits for the other processes."""
-    _skip_exit_handlers.set()
+# Once set, `left_when_done` ends this process without exit handlers, of which JAX's waits for the other processes.
+skip_exit_handlers = threading.Event()
 
 
 @contextlib.contextmanager
@@ -180,5 +160,5 @@ def left_when_done() -> Iterator[None]:
         status = EXIT_INTERRUPTED
         raise
     finally:
-        if _skip_exit_handlers.is_set():
+        if skip_exit_handlers.is_set():
             end()

@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from affinage.cluster import launch
-from affinage.cluster.launch import FailureConfig, WorkerExit, WorkerGroup, start_local, start_processes, supervise
+from affinage.cluster.launch import WorkerExit, WorkerGroup, start_local, start_processes, supervise
 from affinage.errors import Preempted, UserError
 from waiting import until
 
@@ -66,10 +67,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_AFTER_DEATH", 0.2)
 
 
-def run(launcher: Scripted, **limits: float) -> tuple[int, list[str]]:
+def run(launcher: Scripted, **limits: Any) -> tuple[int, list[str]]:
     said: list[str] = []
-    config = FailureConfig(**limits)  # type: ignore[arg-type]
-    status = supervise(launcher.start, ["run", "x"], config, grace=0.2, say=said.append)
+    status = supervise(launcher.start, ["run", "x"], **limits, grace=0.2, say=said.append)
     assert launcher.killed == launcher.begun  # nothing is left
     return status, said
 
@@ -134,7 +134,7 @@ def test_a_mistake_that_the_processes_of_a_launch_find_ends_it_with_one_message_
     said: list[str] = []
     command = ["run", str(TINY), "--until", "pretrain", "--runs", str(own_runs), "--set", "mesh={data: 3}"]
     start = partial(start_local, workers=2, devices=1, say=said.append)
-    assert supervise(start, [*command, "--set", "pretrain.steps=3"], FailureConfig(), say=said.append) == 2, said
+    assert supervise(start, [*command, "--set", "pretrain.steps=3"], say=said.append) == 2, said
     mistake = next(line for line in said if "Error: " in line)
     assert mistake.startswith("0 | ") and "data 3 makes 3 devices, but there are 2" in mistake
     assert not any("Traceback" in line for line in said), said

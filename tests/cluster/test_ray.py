@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from affinage.cluster.launch import FailureConfig, WorkerExit, WorkerGroup, supervise
+from affinage.cluster.launch import WorkerExit, WorkerGroup, supervise
 from affinage.cluster.ray_launch import RayLauncher
 from waiting import until
 
@@ -44,7 +44,7 @@ def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_agai
         assert [(each.worker, each.status) for each in exits(group, 1)] == [(1, -signal.SIGKILL)]
         until(lambda: not Path(f"/proc/{process}").exists())
         group.kill()
-        assert supervise(launcher.start, ["exit", "1"], FailureConfig(max_failures=1), say=said.append) == 1
+        assert supervise(launcher.start, ["exit", "1"], max_failures=1, say=said.append) == 1
         assert sum("ended with status 1" in line for line in said) == 2
         fewer = RayLauncher(2, min_workers=1, devices=1, say=said.append, program=PROGRAM)
         group = fewer.start(["exit", "0"])

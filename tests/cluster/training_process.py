@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from affinage.cluster.launch import FailureConfig, WorkerGroup, cpu_devices, start_processes, supervise
+from affinage.cluster.launch import WorkerGroup, cpu_devices, start_processes, supervise
 
 DEVICES = 4  # of all processes together
 ROWS, CONTEXT = 8, 16
 
 
 class Training:
-    """Starts a training, see `affinage.cluster.launch.Start`.
+    """Starts a training, see `affinage.cluster.launch.supervise`.
 
     Args:
         python: what stands in a command for `python`.
@@ -60,17 +60,11 @@ class Training:
 
     def run(self, preemptions: int = 0, failures: int = 0) -> int:
         """The exit status of `affinage launch`."""
-        return supervise(self.start, [], FailureConfig(preemptions, failures), say=self.said.append)
+        return supervise(self.start, [], max_preemptions=preemptions, max_failures=failures, say=self.said.append)
 
     def made(self, start: int, process: int) -> list[int]:
         """The steps that a process made in a start."""
         return [int(line) for line in _made(self.folder, start, process).read_text().splitlines()]
-
-    def saved(self) -> list[int]:
-        """The steps whose state is on disk."""
-        from affinage.checkpoint import CheckpointStore
-
-        return CheckpointStore(self.folder / "checkpoints").steps()
 
 
 def ended_alike(one: Path, other: Path, step: int) -> bool:
@@ -150,7 +144,6 @@ def main(job: dict) -> None:
         def on_step(step: int, state: object) -> None:
             with _made(folder, job["start"], processes.index).open("a") as file:
                 print(step, file=file)
-            time.sleep(job.get("pause", 0.0))
             process, at, number = job["hurt"] or (None, None, 0)
             if (processes.index, step) == (process, at):
                 os.kill(os.getpid(), number) if number else time.sleep(3600)

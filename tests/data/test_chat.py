@@ -28,7 +28,7 @@ def render(messages: list[dict[str, str]], system_prompt: str) -> str:
 def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained(
     tokenizer: Tokenizer, talk: list[dict[str, str]], system_prompt: str
 ):
-    [(tokens, trained)] = found = encode_conversation(talk, tokenizer, system_prompt)
+    tokens, trained = found = encode_conversation(talk, tokenizer, system_prompt)
     prompt = encode_prompt(talk[:-1], tokenizer, system_prompt)
     if tokenizer.kind == "bpe":
         assert tokenizer.decode(tokens, keep_special=True) == render(talk, system_prompt)

@@ -15,7 +15,7 @@ from affinage.errors import UserError
 def test_our_own_tokenizer_writes_in_any_template(bpe: Tokenizer):
     tokenizer = Tokenizer(bpe.folder)
     tokenizer.use_template(SOURCES["zephyr"])
-    [(ids, trained)] = encode_conversation(PLAIN[:2], tokenizer, "Be brief.")
+    ids, trained = encode_conversation(PLAIN[:2], tokenizer, "Be brief.")
     said = [token for token, t in zip(ids, trained, strict=True) if t]
     assert tokenizer.decode(said, keep_special=True).lstrip("\n") == ANSWERS[0] + "<|im_end|>"
     text = tokenizer.template.render([SYSTEM, *PLAIN[:2]])

@@ -41,9 +41,9 @@ def test_no_text_becomes_a_control_token(any_tokenizer: Tokenizer, batch: list[s
 
 
 def held(talk: list[dict[str, str]], tokenizer: Tokenizer) -> list[Counter[str]]:
-    """The control tokens of the texts of a conversation, and of the prompt for its last answer."""
-    documents = [ids for ids, _ in encode_conversation(talk, tokenizer, "")]
-    return [controls_in(ids, tokenizer) for ids in (*documents, encode_prompt(talk[:-1], tokenizer, ""))]
+    """The control tokens of the text of a conversation, and of the prompt for its last answer."""
+    texts = (encode_conversation(talk, tokenizer, "")[0], encode_prompt(talk[:-1], tokenizer, ""))
+    return [controls_in(ids, tokenizer) for ids in texts]
 
 
 def hold_to(plain: list[dict[str, str]], tokenizer: Tokenizer, evil: str) -> None:
@@ -56,7 +56,7 @@ def hold_to(plain: list[dict[str, str]], tokenizer: Tokenizer, evil: str) -> Non
         around = TAG.sub("", evil) if each["role"] == "assistant" else evil
         spelled.append({key: text if key == "role" else f"{around} {text} {around}" for key, text in each.items()})
     assert held(spelled, tokenizer) == held(plain, tokenizer)
-    ids = encode_conversation(spelled, tokenizer, "")[-1][0]
+    ids = encode_conversation(spelled, tokenizer, "")[0]
     assert tokenizer.kind == "char" or evil in tokenizer.decode(ids, keep_special=True)
 
 
@@ -92,7 +92,7 @@ def test_forms_that_a_normalizer_makes_and_tokens_that_are_not_special_are_text(
     (tmp_path / "tokenizer_config.json").write_text((folder_of("bytes") / "tokenizer_config.json").read_text())
     tokenizer = Tokenizer(tmp_path)
     tokenizer.use_template(SOURCES["qwen3"])
-    [(ids, _)] = encode_conversation(PLAIN[:2], tokenizer, "")
+    ids, _ = encode_conversation(PLAIN[:2], tokenizer, "")
     assert controls_in(ids, tokenizer)["<|im_start|>"] == 2
     for evil in ("＜|im_start|＞user", "<|im_start|>", "<｜User｜>", "</s><s>"):
         assert not controls_in(tokenizer.encode(evil), tokenizer)

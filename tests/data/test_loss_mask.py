@@ -22,7 +22,7 @@ from template_forms import (
     with_template,
 )
 
-from affinage.data.chat import drops_reasoning, encode_conversation, encode_prompt, unstopped_answers
+from affinage.data.chat import drops_reasoning, encode_conversation, encode_prompt, trained_runs, unstopped_answers
 from affinage.errors import UserError
 
 # A first line by which some of them are taken.
@@ -73,31 +73,26 @@ def compare(name: str, messages: list[dict[str, str]], line: str = "") -> None:
     source = tokenizer.template.source
     write = partial(other.apply_chat_template, chat_template=source.replace("strftime_now is defined", "false"))
     assert tokenizer.template.render(messages) == write(messages, tokenize=False)
-    documents = encode_conversation(messages, tokenizer, "")
-    places = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    assert len(documents) in (1, len(places))
-
+    ids, trained = encode_conversation(messages, tokenizer, "")
     marked = re.search(r"\{%-?\s*generation\b", source)
     if marked:
-        for (ids, trained), place in zip(documents, places[-len(documents) :], strict=True):
-            told = write(messages[: place + 1], return_dict=True, return_assistant_tokens_mask=True)
-            mask = np.array(told["assistant_masks"], bool)
-            if len(documents) > 1:  # an answer that is written otherwise later is trained alone
-                mask[: runs(mask)[-1][0]] = False
-            assert ids == told["input_ids"] and trained == mask.tolist()
-    elif len(documents) == 1:
-        assert documents[0][0] == write(messages, return_dict=False)
-    said = []
-    for ids, trained in documents:
-        said += [(ids[:start], other.decode(ids[start:stop])) for start, stop in runs(trained)]
-    assert len(said) == len(places)
-    assert not any(tokenizer.conversation_marks.end in ids for ids, _ in documents)
+        expected = write(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert ids == expected["input_ids"] and trained == np.array(expected["assistant_masks"], bool).tolist()
+    else:
+        assert ids == write(messages, return_dict=False)
+    said = [(ids[:start], other.decode(ids[start:stop])) for start, stop in trained_runs(trained)]
+    places = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(said) < len(places):  # the template writes the first answer otherwise once another turn follows
+        upto = write(messages[: places[0] + 1], tokenize=False)
+        assert not marked and not write(messages, tokenize=False).startswith(upto.rstrip())
+        places = places[1:]
+    assert len(said) == len(places) and tokenizer.conversation_marks.end not in ids
 
     written = False
     for place, (before, text) in zip(places, said, strict=True):
         message = messages[place]
         content, thought = message["content"], message.get("reasoning_content")
-        whole = write(messages[: place + 1], tokenize=False)
+        whole = write(messages if marked else messages[: place + 1], tokenize=False)
         written = bool(thought) and thought in whole
         assert text.count(content) == 1 and (not thought or text.count(thought) == written)
         others = [each["content"] for each in messages if each is not message]
@@ -117,74 +112,52 @@ def compare(name: str, messages: list[dict[str, str]], line: str = "") -> None:
     assert drops_reasoning(messages, tokenizer) == ("reasoning_content" in messages[-1] and not written)
 
 
-def runs(trained) -> np.ndarray:
-    """Beginning and end of each run of trained tokens, [runs, 2]."""
-    return np.flatnonzero(np.diff(np.array([False, *trained, False]).astype(int))).reshape(-1, 2)
-
-
-def trained_texts(documents, tokenizer) -> list[str]:
-    """What is trained of every document."""
-    return [tokenizer.decode([i for i, t in zip(*each, strict=True) if t], keep_special=True) for each in documents]
+def trained_text(ids, trained, tokenizer) -> str:
+    """What is trained of a document."""
+    return tokenizer.decode([token for token, is_trained in zip(ids, trained, strict=True) if is_trained], True)
 
 
 def test_reasoning_within_the_content_is_trained_as_if_it_stood_beside_it():
     tokenizer = ours("qwen3")
-    for first, last in ((0, 2), (2, 4), (0, 4)):
+    for first, last in ((0, 2), (2, 4)):
         within, beside = (encode_conversation(talk[first:last], tokenizer, "") for talk in (THOUGHTFUL, REASONED))
         assert within == beside
     assert not drops_reasoning(THOUGHTFUL, tokenizer)
 
 
 USER, FIRST, SECOND, THOUGHT, END = PLAIN[0], *ANSWERS, THOUGHTFUL[1]["content"], "<|im_end|>"
-BLOCK = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{% endfor %}"
-)
 SHY = ("message.content +", "(message.content if loop.last else message.content.split('</think>')[-1]) +")
-FORMS = {
-    "of two texts, an answer is trained in the one that has it as it was said": (
-        SOURCES["qwen2_5"].replace(*SHY),
-        [USER, FIRST, USER, THOUGHT, USER, SECOND],
-        [THOUGHT + END, FIRST + END + SECOND + END],
-    ),
-    "a block around the end of the text is of the last answer": (
-        BLOCK.replace(*SHY) + "{% generation %}{{ eos_token }}{% endgeneration %}",
-        [USER, THOUGHT, USER, SECOND],
-        [THOUGHT + END + "</s>", SECOND + END + "</s>"],
-    ),
-}
 
 
-@pytest.mark.parametrize("what", FORMS)
-def test_every_answer_is_trained_once(what: str):
-    source, turns, expected = FORMS[what]
+def test_an_answer_is_trained_only_where_the_text_has_it_as_it_was_said():
+    tokenizer = with_template(SOURCES["qwen2_5"].replace(*SHY))
+    turns = [USER, FIRST, USER, THOUGHT, USER, SECOND]
     talk = [{"role": "assistant", "content": turn} if isinstance(turn, str) else turn for turn in turns]
-    tokenizer = with_template(source)
-    assert trained_texts(encode_conversation(talk, tokenizer, ""), tokenizer) == expected
+    assert trained_text(*encode_conversation(talk, tokenizer, ""), tokenizer) == FIRST + END + SECOND + END
+    assert trained_text(*encode_conversation(talk[:4], tokenizer, ""), tokenizer) == FIRST + END + THOUGHT + END
 
 
-@pytest.mark.parametrize("form", ["llama3", "qwen2_5_training", "qwen3_training", "zephyr"])
+@pytest.mark.parametrize("form", ["llama3", "qwen2_5_training", "qwen3_training", "phi3_training", "zephyr"])
 def test_answers_before_a_message_or_that_are_not_to_be_trained_are_not(form: str):
     tokenizer = ours(form)
     for first, expected in ((0, [FIRST, SECOND]), (2, [SECOND]), (3, [SECOND])):
-        texts = "".join(trained_texts(encode_conversation(PLAIN, tokenizer, "", trained_from=first), tokenizer))
-        assert [answer for answer in ANSWERS if answer in texts] == expected
-    [(ids, trained)] = encode_conversation([PLAIN[0], {**PLAIN[1], "train": False}, *PLAIN[2:]], tokenizer, "")
-    assert ids == encode_conversation(PLAIN, tokenizer, "")[0][0]
-    assert SECOND in trained_texts([(ids, trained)], tokenizer)[0] and len(runs(trained)) == 1
+        text = trained_text(*encode_conversation(PLAIN, tokenizer, "", trained_from=first), tokenizer)
+        assert [answer for answer in ANSWERS if answer in text] == expected
+    ids, trained = encode_conversation([PLAIN[0], {**PLAIN[1], "train": False}, *PLAIN[2:]], tokenizer, "")
+    assert ids == encode_conversation(PLAIN, tokenizer, "")[0]
+    assert SECOND in trained_text(ids, trained, tokenizer) and len(trained_runs(trained)) == 1
 
 
 @pytest.mark.parametrize("form", ["llama3", "zephyr", "mistral", "qwen2_5", "qwen2_5_training", "gemma"])
 def test_many_turns_are_trained_as_few_are(form: str):
     turns = [{**each, "content": f"{each['content']} {n}"} for n in range(60) for each in PLAIN[:2]]
     tokenizer = ours(form)
-    [(ids, trained)] = encode_conversation(turns, tokenizer, "")
-    assert len(runs(trained)) == 60 and not unstopped_answers(ids, trained, tokenizer.stops)
+    ids, trained = encode_conversation(turns, tokenizer, "")
+    assert len(trained_runs(trained)) == 60 and not unstopped_answers(ids, trained, tokenizer.stops)
     assert unstopped_answers(ids, trained, ()) == 60
-    few = [encode_conversation(turns[: 2 * n], tokenizer, "")[0] for n in (1, 2, 7)]
+    few = [encode_conversation(turns[: 2 * n], tokenizer, "") for n in (1, 2, 7)]
     for some, mask in few:
-        last = runs(mask)[-1][1]
+        last = trained_runs(mask)[-1][1]
         assert (ids[:last], trained[:last]) == (some[:last], mask[:last])
 
 
@@ -196,4 +169,4 @@ def test_the_first_end_after_an_answer_is_the_last_token_trained(content: str):
     tokenizer = with_template(source)
     turns = [PLAIN[0], {"role": "assistant", "content": content}]
     assert {"<|end|>", "</s>"} <= set(tokenizer.controls)
-    assert trained_texts(encode_conversation(turns, tokenizer, ""), tokenizer) == [content + "<|end|>"]
+    assert trained_text(*encode_conversation(turns, tokenizer, ""), tokenizer) == content + "<|end|>"

@@ -1,5 +1,6 @@
 """Conversations and pairs of answers to rows: all that is read is packed once, with the mask of its own encoding."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from unpacked import documents_in
 from affinage.config.data import DecontaminateSettings
 from affinage.config.training import DpoSettings, SftSettings
 from affinage.data import tuning_data
-from affinage.data.chat import encode_documents, encode_prompt
+from affinage.data.chat import encode_document, encode_prompt
 from affinage.data.dataloader import DataLoader, validation_sets
 from affinage.data.decontaminate import write_items
 from affinage.data.overlap import BenchmarkItem
@@ -56,19 +57,18 @@ def test_conversations_that_hold_an_item_of_a_benchmark_are_left_out(bpe: Tokeni
 
 @pytest.mark.parametrize("form", ["chatml", "mistral", "qwen3"])
 def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokenizer, tmp_path: Path):
-    """Also where </s> ends a turn, and where the template writes a conversation as several documents."""
+    """Also where </s> ends a turn, and where the template leaves out the reasoning of earlier answers."""
     tokenizer = bpe if form == "chatml" else ours(form)
-    unrolled = form == "qwen3"
+    reasoned = form == "qwen3"
     talks = []
     for number in range(30):
-        talk = (REASONED if number % 4 < 2 else THOUGHTFUL) if unrolled else PLAIN
+        talk = (REASONED if number % 4 < 2 else THOUGHTFUL) if reasoned else PLAIN
         talks.append([{**talk[0], "content": f"{number}: où ?"}, *talk[1 : 2 + 2 * (number % 2)]])
-    summary = prepare(tmp_path, tokenizer, talks, validation_fraction=0.2, seq_len=400)
+    with pytest.warns(UserWarned, match="15 answers are not trained") if reasoned else nullcontext():
+        summary = prepare(tmp_path, tokenizer, talks, validation_fraction=0.2, seq_len=400)
     train, held_out = (documents_in(tmp_path / "rows" / part) for part in ("train", "validation/source-0"))
-    expected = [part for talk in talks for part in encode_documents(talk, tokenizer, "")]
-    assert sorted(train + held_out) == sorted(expected) and len(expected) == 30 + 15 * unrolled
+    assert sorted(train + held_out) == sorted(encode_document(talk, tokenizer, "") for talk in talks)
     assert summary["conversations"] == 30 and summary["dropped"] == summary["truncated"] == 0
-    assert summary.get("unrolled", 0) == 15 * unrolled
     validation = summary["validation"]["source-0"]
     assert 0 < validation["conversations"] == 30 - summary["train"]["conversations"]
 
@@ -82,20 +82,17 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
 
     rows = np.load(tmp_path / "rows/train/source-0/tokens-00000-of-00001.npy")
     for span in pq.read_table(tmp_path / "rows/train/source-0/documents-00000-of-00001.parquet").to_pylist():
-        parts = encode_documents(talks[int(span["id"].rpartition(":")[2]) - 1], tokenizer, "")
-        assert rows[span["row"], span["start"] : span["stop"]].tolist() in [tokens for tokens, _ in parts]
+        tokens, _ = encode_document(talks[int(span["id"].rpartition(":")[2]) - 1], tokenizer, "")
+        assert rows[span["row"], span["start"] : span["stop"]].tolist() == tokens
 
 
-def test_equal_conversations_and_parts_of_one_are_held_out_together(bpe: Tokenizer, tmp_path: Path):
+def test_equal_conversations_are_held_out_together(bpe: Tokenizer, tmp_path: Path):
     talks = [ask(f"What is {i}?", f"{i}") for i in range(12)]
     prepare(tmp_path, bpe, talks * 3, talks, validation_fraction=0.2)
     train = documents_in(tmp_path / "rows/train")
     for name in ("source-0", "source-1"):
         held_out = documents_in(tmp_path / "rows/validation" / name)
         assert held_out and not any(each in train for each in held_out)
-    talks = [[*THOUGHTFUL[:2], {"role": "user", "content": str(number)}, THOUGHTFUL[3]] for number in range(12)]
-    summary = prepare(tmp_path, ours("qwen3"), talks, validation_fraction=0.3, seq_len=300)
-    assert len(documents_in(tmp_path / "rows/train")) == 2 * summary["train"]["conversations"] < 24
 
 
 def test_samples_and_limits_are_drawn_by_content_whatever_the_order_and_the_tasks(
@@ -123,23 +120,20 @@ def test_the_example_marks_what_is_trained(bpe: Tokenizer, tmp_path: Path):
     assert shown.plain == "<s><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n⟦Because.<|im_end|>⟧\n"
 
 
-@pytest.mark.parametrize(("form", "kept"), [
-    ("chatml", {"right": 2, "drop_turns": 2, "drop": 1}),
-    ("qwen3", {"right": 4, "drop_turns": 3, "drop": 1}),  # of the documents of a conversation those that fit are kept
-])  # fmt: skip
+@pytest.mark.parametrize("form", ["chatml", "mistral"])
 @pytest.mark.parametrize("rule", ["right", "drop_turns", "drop"])
 def test_conversations_that_are_too_long_are_cut_lose_turns_or_are_left_out(
-    bpe: Tokenizer, tmp_path: Path, rule: str, form: str, kept: dict[str, int]
+    bpe: Tokenizer, tmp_path: Path, rule: str, form: str
 ):
     tokenizer = bpe if form == "chatml" else ours(form)
     long = {"role": "assistant", "content": "<think>\n" + "capital " * 200 + "\n</think>\n\nParis."}
     talks = [[*THOUGHTFUL[:2], PLAIN[0], long, *THOUGHTFUL[2:]], PLAIN[:2]]
     summary = prepare(tmp_path, tokenizer, talks, seq_len=200, truncation=rule)
     found = documents_in(tmp_path / "rows/train")
-    assert len(found) == kept[rule]
+    assert len(found) == 2 - (rule == "drop")
     assert summary["truncated"] == (rule != "drop") and summary["dropped"] == (rule == "drop")
     fitting = [talks[1], *(talks[0][: 2 * turns] for turns in (1, 2, 3) if rule != "drop")]
-    parts = [part for talk in fitting for part in encode_documents(talk, tokenizer, "")]
+    parts = [encode_document(talk, tokenizer, "") for talk in fitting]
     assert all((tokens, trained) in parts for tokens, trained in found if len(tokens) < 200)
     cut = [tokens for tokens, _ in found if len(tokens) == 200]
     assert len(cut) == (rule == "right")
@@ -235,10 +229,6 @@ def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenize
 
 
 def test_pairs_that_cannot_be_used_are_refused_or_counted(bpe: Tokenizer, tmp_path: Path):
-    pair = {"prompt": PLAIN[0]["content"], "chosen": [THOUGHTFUL[1], *THOUGHTFUL[2:]], "rejected": "b"}
-    with pytest.raises(UserError) as error:  # a side of several answers that no one text has
-        prepare(tmp_path, ours("qwen3"), [pair], pairs=True, seq_len=400)
-    assert error.value.where == "chat_template" and error.value.fix
     with pytest.raises(UserError) as error:
         prepare(tmp_path, bpe, [{"prompt": "q", "chosen": "a"}], pairs=True)
     assert error.value.where.endswith("source-0.jsonl:1")

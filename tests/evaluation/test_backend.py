@@ -43,13 +43,6 @@ def test_chat_prompts_are_encoded_as_in_training_whatever_they_spell(own: str | 
     assert text.rstrip().endswith(("<|im_start|>assistant\n" if own is None else "<|assistant|>\n") + "It is")
 
 
-def test_raw_text_never_becomes_a_control_token():
-    lm = JaxLM(tiny_llama())
-    ids = lm.tok_encode("<|im_start|>user\nHi<|im_end|> <s>")
-    assert ids[0] == 2 and min(ids[1:]) >= 8
-    assert lm.tok_encode("a", add_special_tokens=False) == tiny_llama().tokenizer.encode("a")
-
-
 def test_a_continuation_that_merges_into_the_context_is_still_scored():
     model = tiny_llama()
     whole = next(t for t in range(300, 420) if len(model.tokenizer.id_to_piece(t)) == 2)

@@ -4,9 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from lm_eval.api.instance import Instance
 
 import choice_task
 from affinage.errors import UserError
+from affinage.evaluation.backend import JaxLM
+from affinage.evaluation.harness import cached
 from affinage.evaluation.results import compare, read_answers
 from affinage.evaluation.run import compressor_bits_per_byte, evaluate
 from benchmark_fixtures import write_items
@@ -53,9 +56,9 @@ def test_a_base_model_is_not_asked_to_chat_and_items_longer_than_the_context_are
 
 
 def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp_path):
-    told, kept = [], tmp_path / "answers.db"
-    asked = {"task_folders": world, "chat": True, "limit": 4, "keep": kept, "folder": tmp_path}
-    results = evaluate(tiny_llama(), ["pocket-world"], **asked, progress=told.append)
+    told, kept, model = [], tmp_path / "answers.db", replace(tiny_llama(), chat=True)
+    asked = {"task_folders": world, "limit": 4, "keep": kept, "folder": tmp_path}
+    results = evaluate(model, ["pocket-world"], **asked, progress=told.append)
     assert set(results["tasks"]) == {"sums", "answers"} and results["tasks"]["answers"]["items"] == 4
     sample = results["samples"]["answers"][0]
     assert sample["prompt"].startswith("<s><|im_start|>user\n0 plus 0 is<|im_end|>") and sample["target"] == "one"
@@ -66,7 +69,7 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
     assert [(line["id"], line["filter"]) for line in lines] == [(n, f) for f in ("whole", "lower") for n in range(4)]
     assert set(results["tasks"]["answers"]["metrics"]) == {"exact_match,whole", "exact_match,lower"}
     assert results["items_per_second"] > 0
-    again = evaluate(tiny_llama(), ["pocket-world"], **asked)
+    again = evaluate(model, ["pocket-world"], **asked)
     assert again["requests"] == 0 and again["items_per_second"] is None and again["tasks"] == results["tasks"]
     assert len({line["prompt_hash"] for line in lines}) == 4 and len({line["target_hash"] for line in lines}) == 3
 
@@ -116,3 +119,29 @@ def test_bits_per_byte_stand_beside_those_of_the_compressors():
     measured = results["bits_per_byte"]["novels.en"]
     assert measured.items() >= compressor_bits_per_byte(texts).items()
     assert 0.5 < measured["model"] < 100
+
+
+# ---- a kill in the middle
+
+
+WORDS = ["two", "three", "twenty", "four hundred", "five"]
+
+
+def texts(lm, words=WORDS, sampled=False):
+    told = {"do_sample": sampled, "max_gen_toks": 90, "temperature": 1.0}
+    return lm.generate_until([Instance("generate_until", {}, (f"{word} plus seven is", told), 0) for word in words])
+
+
+def test_a_stop_in_the_middle_keeps_what_was_answered(tmp_path):
+    def stops(line):
+        if line.startswith("generated 4 "):
+            raise KeyboardInterrupt
+
+    first = cached(JaxLM(tiny_llama(), batch=2, progress=stops), tmp_path / "a", "tiny")
+    with pytest.raises(KeyboardInterrupt):
+        texts(first)
+    first.dbdict.close()
+    lm = JaxLM(tiny_llama(), batch=2)
+    again = cached(lm, tmp_path / "a", "tiny")
+    assert texts(again) == texts(JaxLM(tiny_llama())) and lm.requests <= 2  # four were answered, in batches of two
+    again.dbdict.close()

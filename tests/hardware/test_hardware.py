@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from affinage.errors import UserError
-from affinage.hardware.chips import GiB, chip
+from affinage.hardware.chips import GiB, chip, find_slice
 from affinage.hardware.devices import accelerator_is_here
-from affinage.hardware.slices import find_slice
 
 
 @pytest.mark.parametrize(

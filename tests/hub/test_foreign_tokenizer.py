@@ -9,7 +9,6 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from affinage.cli.program import main
 from affinage.config.data import PackingSettings
 from affinage.data.dataloader import DataLoader, ValidationRows
 from affinage.data.token_shards import open_shards
@@ -23,6 +22,7 @@ from affinage.hub.export import export
 from affinage.hub.verify import verify
 from affinage.pipeline.models import is_chat, locate, made_from, resolve
 from affinage.pipeline.opening import import_model, open_model
+from run_affinage import run
 from source_forms import write_documents
 
 TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
@@ -99,20 +99,19 @@ def test_a_leading_space_survives_decoding_piece_by_piece(tmp_path):
     assert tokenizer.opening == (1,) and tokenizer.byte_lengths("où", tokenizer.encode("où")).sum() == 3
 
 
-def run(recipe, runs, *values, status=0):
-    words = [word for value in ("export=null", "mesh={data: 1}", *values) for word in ("--set", value)]
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(recipe), "--runs", str(runs), *words])
-    assert ended.value.code == status
-
-
 def sft(folder):
     """Settings of a fine-tuning on a few short conversations."""
     turns = [{"role": "user", "content": "Où ?"}, {"role": "assistant", "content": "\nIci, <|im_end|> là."}]
     lines = [json.dumps({"id": str(i), "messages": turns * (1 + i % 3)}, ensure_ascii=False) for i in range(24)]
     (folder / "turns.jsonl").write_text("\n".join(lines))
     sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., seq_len: 128, steps: 1, batch_size: 4"
-    return "data=null", "pretrain=null", f"sft={{{sources}, schedule: {{peak_lr: 1.0e-3, min_lr: 0}}}}"
+    return (
+        "export=null",
+        "mesh={data: 1}",
+        "data=null",
+        "pretrain=null",
+        f"sft={{{sources}, schedule: {{peak_lr: 1.0e-3, min_lr: 0}}}}",
+    )
 
 
 def test_rows_of_it_hold_the_documents(imported, tmp_path):
@@ -133,7 +132,7 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path):
 
 
 def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):
-    run(f"{imported[2].name}/recipe.yaml", tmp_path, *sft(tmp_path), status=2)
+    run("run", f"{imported[2].name}/recipe.yaml", "--runs", tmp_path, settings=sft(tmp_path), status=2)
     assert not (tmp_path / "store").exists()
     assert "--chat-tokens" in capsys.readouterr().err
 
@@ -142,15 +141,13 @@ def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):
 def chatting(imported):
     """The same, imported with tokens for conversations."""
     folder = Path(imported[2].name).parent
-    with pytest.raises(SystemExit) as ended:
-        main(["import", str(folder / "theirs"), "--to", str(folder / "chat"), "--chat-tokens"])
-    assert not ended.value.code
+    run("import", folder / "theirs", "--to", folder / "chat", "--chat-tokens")
     return folder / "chat"
 
 
 @pytest.mark.full
 def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp_path):
-    run(chatting / "recipe.yaml", tmp_path, *sft(tmp_path))
+    run("run", chatting / "recipe.yaml", "--runs", tmp_path, settings=sft(tmp_path))
     trained = open_model("theirs", tmp_path)
     start, end = map(trained.tokenizer.id_of, ("<|im_start|>", "<|im_end|>"))
     assert end in trained.tokenizer.stops

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
 from affinage.config.training import DpoSettings, SftSettings
@@ -20,9 +20,9 @@ from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
 from affinage.hub.export import write_hf_tokenizer
 from affinage.hub.families import family_of
 from affinage.model import ApplyConfig, apply
-from affinage.model.graph import ANSWERS, preference_graph
+from affinage.model.graph import ANSWERS, parse, preference_graph
 from source_forms import write_lines
-from tiny_models import CONTEXT, tiny_llama, tokenizer
+from tiny_models import CONTEXT, in_transformers, tiny_llama, tokenizer
 
 COMMON = {
     "steps": 1,
@@ -52,15 +52,7 @@ def messages(turns):
 def llama():
     """(our model, the same weights in transformers)."""
     ours = tiny_llama(layers=2)
-    theirs = LlamaForCausalLM(
-        LlamaConfig(**family_of(ours.graph).to_config(ours.graph, context=CONTEXT), attn_implementation="eager")
-    )
-    weights = {
-        name: torch.tensor(array)
-        for name, array in family_of(ours.graph).to_tensors(jax.device_get(ours.params), ours.graph).items()
-    }
-    theirs.load_state_dict(weights)
-    return ours, theirs.float()
+    return ours, in_transformers(ours.graph, ours.params)
 
 
 @pytest.fixture(scope="module")
@@ -137,11 +129,14 @@ def preferences(folder, **told):
     return settings, feed, documents_in_a_row(folder / "rows")
 
 
-def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenizer, tmp_path):
+@pytest.mark.parametrize("chunk", [pytest.param("auto", marks=pytest.mark.full), 7])
+def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenizer, tmp_path, chunk):
     """TRL's own trainer computes the loss of the same documents, one to a row, against a reference that it holds."""
     ours, theirs = llama
     settings, rows, count = preferences(tmp_path)
-    graph, batch = preference_graph(ours.graph, settings, count), rows.batch(0)
+    model = ours.graph.to_dict()
+    model["nodes"][ours.graph.loss] |= {"chunk": chunk}
+    graph, batch = preference_graph(parse(model), settings, count), rows.batch(0)
     reference = jax.tree.map(lambda leaf: 0.9 * leaf, ours.params)
     answers = apply(graph, reference, batch, ApplyConfig(until=ANSWERS)).values[ANSWERS]
 
@@ -151,10 +146,7 @@ def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenize
 
     (value, metrics), gradients = jax.jit(jax.value_and_grad(mean, has_aux=True))(ours.params)
 
-    before = copy.deepcopy(theirs)
-    before.load_state_dict(
-        {n: torch.tensor(a) for n, a in family_of(ours.graph).to_tensors(jax.device_get(reference), ours.graph).items()}
-    )
+    before = in_transformers(ours.graph, reference)
     told = {"beta": 0.3, "report_to": "none", "use_cpu": True, "bf16": False}
     config = DPOConfig(output_dir=str(tmp_path / "trl"), **told)
     said = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])

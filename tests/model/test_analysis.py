@@ -11,7 +11,7 @@ import pytest
 
 import tiny_graphs
 from affinage.model import ApplyConfig, abstract_params, apply, parse
-from affinage.model.analysis import analyze, parameters
+from affinage.model.analysis import analyze
 from affinage.model.layers.embedding import Logits
 
 GRAPHS = {
@@ -92,10 +92,3 @@ def test_operations_of_every_node_and_of_a_training_step_are_what_xla_counts(nam
         expected = sum(one.flops + unseen.get(one.name, 0) for one in analysis if one.name in needed)
         assert program(graph, node.name) == expected, node.name
     assert program(graph, gradient=True) == sum(node.training_flops for node in analysis) + 3 * sum(unseen.values())
-
-
-@pytest.mark.parametrize("name", ["grouped queries", "gpt2", "experts"])
-def test_bytes_and_parameters_are_those_of_the_arrays(name):
-    graph = parse(GRAPHS[name])
-    leaves = jax.tree.leaves(abstract_params(graph, jnp.bfloat16))
-    assert parameters(graph).total == sum(leaf.size for leaf in leaves)

@@ -10,11 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import tiny_graphs
 from affinage.errors import UserError
-from affinage.hardware.mesh import AXES
 from affinage.model import abstract_params, apply, logical_axes
 from affinage.model.apply_config import ApplyConfig
 from affinage.parallel import make_mesh, param_shardings, serving_layout
-from affinage.parallel.sharding import across_slices, check_rows_divide, partition_spec
+from affinage.parallel.sharding import AXES, across_slices, check_rows_divide, partition_spec
 
 
 def mesh(**sizes: int | str) -> jax.sharding.Mesh:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from affinage.cli.program import main
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts
@@ -16,6 +15,7 @@ from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import is_chat
 from affinage.pipeline.opening import import_model, open_model
 from affinage.pipeline.runner import PipelineRunner
+from run_affinage import run
 from tiny_models import CONTEXT, tiny_llama
 
 _STEPS = ["steps=1", "batch_size=4", "schedule={peak_lr: 1.0e-12, min_lr: 0}", "eval_sequences=4"]
@@ -44,11 +44,8 @@ def talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "talks.jsonl").write_text('{"prompt": "Où ?", "completion": "Ici."}\n' * 9)
 
 
-def run(folder: Path, runs: Path, *settings: str, status: int = 0) -> None:
-    words = [word for setting in settings for word in ("--set", setting)]
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(folder / "recipe.yaml"), "--runs", str(runs), *words])
-    assert ended.value.code == status
+def train(folder: Path, runs: Path, *settings: str, status: int = 0) -> None:
+    run("run", folder / "recipe.yaml", "--runs", runs, settings=settings, status=status)
 
 
 def assert_begun_with(imported: Path, spec: str, runs: Path) -> None:
@@ -62,20 +59,18 @@ def assert_begun_with(imported: Path, spec: str, runs: Path) -> None:
 
 @pytest.mark.full
 def test_pretraining_goes_on_from_it(imported, tmp_path):
-    run(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "export=null")
+    train(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "export=null")
     assert_begun_with(imported, "tiny/pretrain", tmp_path)
 
 
 def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
     """With adapters, which name the model that was imported; the card is one, whichever verb writes it."""
-    run(imported, tmp_path, *SFT, "sft.lora={r: 2}")
+    train(imported, tmp_path, *SFT, "sft.lora={r: 2}")
     assert_begun_with(imported, "tiny/sft", tmp_path)
     assert is_chat((tmp_path / "tiny/sft").resolve()) and open_model("tiny", tmp_path).context == CONTEXT
     assert (tmp_path / "tiny/report.html").is_file()
     for words in (["--to", str(tmp_path / "again")], ["--adapter", "--to", str(tmp_path / "adapter")]):
-        with pytest.raises(SystemExit) as ended:
-            main(["export", "tiny", "--runs", str(tmp_path), *words])
-        assert not ended.value.code
+        run("export", "tiny", "--runs", tmp_path, *words)
     card = (tmp_path / "tiny/export/model/README.md").read_text()
     assert (tmp_path / "again/README.md").read_text() == card.replace(
         'from_pretrained("model")', 'from_pretrained("again")'
@@ -106,7 +101,7 @@ def test_other_weights_make_other_results(imported, tmp_path):
 
 
 def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_path, capsys):
-    run(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "model.nodes.blocks.repeat=3", status=2)
+    train(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "model.nodes.blocks.repeat=3", status=2)
     told = capsys.readouterr().err
     assert "blocks.attention.key.kernel" in told
     with pytest.raises(UserError, match="`nowhere`") as refused:

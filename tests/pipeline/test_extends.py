@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import tiny_run
-from affinage.cli import main
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
+from run_affinage import run
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
@@ -24,10 +24,8 @@ def runs(tiny_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _train(*settings: str, status: int = 0) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["train", TINY, *(word for setting in settings for word in ("--set", setting))])
-    assert (ended.value.code or 0) == status
+def _train(*settings: str) -> None:
+    run("train", TINY, settings=settings)
 
 
 def _longer(*words: str) -> list[str]:

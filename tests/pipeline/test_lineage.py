@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from affinage.cli.program import main
+import run_affinage
 from affinage.data.documents import read_documents
 from affinage.data.special_tokens import BOS
 from affinage.pipeline.lineage import TrainingRows
@@ -58,17 +58,13 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     (folder / "programs.jsonl").write_text(json.dumps(program))
     recipe = folder / "cellar.yaml"
     recipe.write_text(RECIPE.format(folder=folder, packing=request.param))
-    with pytest.raises(SystemExit) as ended:
-        main(["data", str(recipe), "--runs", str(folder / "runs")])
-    assert ended.value.code == 0
+    run_affinage.run("data", recipe, "--runs", folder / "runs")
     return folder / "runs" / "cellar"
 
 
 def said(capsys: pytest.CaptureFixture, *arguments: str) -> object:
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--json"])
-    assert ended.value.code == 0
+    run_affinage.run(*arguments, "--json")
     return json.loads(capsys.readouterr().out)
 
 
@@ -156,7 +152,6 @@ def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
         (["search", "RUN", ""], "nothing to look for"),
     ],
 )
-def test_a_mistake_names_what_there_is_instead(run: Path, capsys, arguments: list[str], named: str):
-    with pytest.raises(SystemExit) as ended:
-        main(["data", *(str(run) if word == "RUN" else word for word in arguments)])
-    assert ended.value.code == 2 and named in capsys.readouterr().err
+def test_a_mistake_names_what_there_is_instead(run: Path, affinage, arguments: list[str], named: str):
+    status, _, said = affinage("data", *(str(run) if word == "RUN" else word for word in arguments))
+    assert status == 2 and named in said

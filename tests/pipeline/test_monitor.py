@@ -14,13 +14,11 @@ import pytest
 from scipy.stats import binomtest
 
 import tiny_run
-from affinage.cli.program import main
 from affinage.config.load import load_recipe
-from affinage.config.training import MonitorSettings
 from affinage.evaluation.run import evaluate
 from affinage.generation.model import LoadedModel
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, monitor_of, right_items
+from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, right_items
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_train import within_epochs
@@ -29,16 +27,14 @@ from affinage.results import TrainingResult
 from affinage.training.evaluator import bits_by_language
 from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
+from run_affinage import run
 from tiny_models import tiny_llama
 
 TINY = tiny_run.WORDS[0]
 
 
-def affinage(verb: str, runs: Path, *settings: str, options: tuple[str, ...] = (), status: int = 0) -> None:
-    words = [word for setting in settings for word in ("--set", setting)]
-    with pytest.raises(SystemExit) as ended:
-        main([verb, TINY, "--runs", str(runs), *words, *options])
-    assert (ended.value.code or 0) == status
+def affinage(verb: str, runs: Path, *settings: str, options: tuple[str, ...] = ()) -> None:
+    run(verb, TINY, "--runs", runs, *options, settings=settings)
 
 
 def lines(training: Path, kind: str) -> list[dict]:
@@ -74,8 +70,10 @@ def test_the_probability_is_that_of_mcnemars_exact_test(lost: int, won: int):
 def monitor(folder: Path, score: Callable, **settings: object) -> BenchmarkMonitor:
     folder.mkdir(parents=True, exist_ok=True)
     chosen = {"tasks": ["a"], "every_steps": 10, "limit": 40, "on_regression": "stop", **settings}
-    keep = lambda step, state: (folder / f"kept-{step}").touch()  # noqa: E731
-    return BenchmarkMonitor(MonitorSettings.model_validate(chosen), folder, 190, score, keep)
+    training = load_recipe(TINY, ["sft.steps=190", f"sft.monitor={json.dumps(chosen)}"]).recipe.sft
+    tried = BenchmarkMonitor(SimpleNamespace(folder=folder), training, None, 8)
+    tried.score, tried.keep = score, lambda step, state: (folder / f"kept-{step}").touch()
+    return tried
 
 
 def falling(step: int, _: Callable[[], bool] = bool) -> tuple[dict, dict[str, list[int]]]:
@@ -86,9 +84,9 @@ def falling(step: int, _: Callable[[], bool] = bool) -> tuple[dict, dict[str, li
 
 def test_scores_that_only_wander_rarely_stop_a_training(tmp_path: Path):
     """Two hundred trainings that change nothing, 20 points of two tasks each: at most `alpha` of them are stopped."""
-    stopped = 0
+    stopped, tried = 0, monitor(tmp_path, falling)
     for seed in range(200):
-        draw, tried = random.Random(seed), monitor(tmp_path, falling)
+        draw, tried.points = random.Random(seed), []
         for step in range(0, 191, 10):
             answers = {task: [int(draw.random() < 0.5) for _ in range(40)] for task in "ab"}
             if tried.regressed(answers):
@@ -262,8 +260,7 @@ def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(
         return left[0] == 0
 
     def look(stop: Callable[[], bool]) -> str:
-        tried = monitor_of(context, loaded.recipe.sft, model.graph, model.context)
-        assert tried is not None
+        tried = BenchmarkMonitor(context, loaded.recipe.sft, model.graph, model.context)
         state = jax.device_put(TrainState(np.int32(40), model.params, ()), jax.devices()[0])
         return tried.look(40, state, stop)[1]
 

@@ -3,7 +3,6 @@
 import pytest
 import yaml
 
-from affinage.cli import main
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
@@ -89,10 +88,9 @@ def test_names_of_any_case_are_languages(ahead):
         ("pretrain.batch_size=7", "batch 7"),
     ],
 )
-def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):
-    with pytest.raises(SystemExit) as status:
-        main(["run", "r.yaml", "--dry-run", "--set", override])
-    assert status.value.code == 2 and named in capsys.readouterr().err
+def test_a_dry_run_refuses_it_too(ahead, override, named, affinage):
+    status, _, said = affinage("run", "r.yaml", "--dry-run", "--set", override)
+    assert status == 2 and named in said
 
 
 @pytest.mark.parametrize(

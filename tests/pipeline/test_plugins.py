@@ -16,14 +16,14 @@ from affinage.model import ApplyConfig, apply, init_params, parse
 from affinage.model.layer import LAYERS
 from affinage.model.layers.dense import GATED, NORMS
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.opening import load_model
+from affinage.pipeline.opening import open_model
 from affinage.pipeline.runner import PipelineRunner
 from affinage.registry import load_named_plugins, load_plugins
 from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer
 
 # of the quickstart: those that read the model
 MODEL_STAGES = {
-    "pretrain", "sft", "ref-logprobs", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export",
+    "pretrain", "sft", "ref-logprobs", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export", "report",
 }  # fmt: skip
 DOCUMENT = Path(__file__).parents[2] / "docs" / "layers.md"
 
@@ -106,8 +106,9 @@ def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
 def test_a_model_of_an_unknown_kind_names_the_variable(written):
     facts = {"graph": {"inputs": ["tokens"], "nodes": {"mixed": {"kind": "channel_mix", "in": "tokens"}}}}
     (written / "model.json").write_text(json.dumps(facts | {"precision": {}}))
+    (written / "tokenizer").mkdir()
     with pytest.raises(UserError, match="unknown kind `channel_mix`") as caught:
-        load_model(written, written, name="mine")
+        open_model(str(written), written)
     assert "AFFINAGE_PLUGINS=my_nodes.py affinage" in caught.value.fix
 
 
@@ -123,6 +124,6 @@ def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(writt
 def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
     monkeypatch.chdir(written)
     runner = PipelineRunner(loaded := load_recipe("my_recipe.yaml"), Path("runs"), build_steps(loaded))
-    assert dict(places(runner, ["sft", "dpo"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
+    assert places(runner, ["sft", "dpo"])["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
     Path("with_my_nodes").mkdir()
-    assert dict(places(runner, ["sft", "dpo"]))["next"].endswith("affinage chat runs/with_my_nodes")
+    assert places(runner, ["sft", "dpo"])["next"].endswith("affinage chat runs/with_my_nodes")

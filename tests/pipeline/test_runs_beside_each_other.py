@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from quiet import Quiet
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.runner import PipelineRunner
+from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.pipeline.step import Step, StepContext
 
 # A road of two stages: what the first makes is the same for all names, and the second is each recipe's own.
 RUN = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from test_runs_beside_each_other import runner, Quiet
-runner(sys.argv[2], held_in=sys.argv[3]).run(Quiet())
+from test_runs_beside_each_other import runner, ProgressListener
+runner(sys.argv[2], held_in=sys.argv[3]).run(ProgressListener())
 print("done", flush=True)
 """
 
@@ -100,7 +99,7 @@ def go_on(process: subprocess.Popen) -> None:
 def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start):
     first = start("a", "shared")
     with contextlib.redirect_stdout(Heard(lambda: go_on(first))) as said:
-        assert [step.name for step in runner("b").run(Quiet())] == ["own"]
+        assert list(runner("b").run(ProgressListener())) == ["own"]
     assert said.getvalue().count("\n") == 1 and "shared: waiting" in said.getvalue()
     assert first.stdout.readline() == "done\n"
     assert sorted(made()) == ["own of a", "own of b", "shared of a"]
@@ -109,16 +108,16 @@ def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start):
 
 def test_another_run_goes_on_beside_one_and_a_second_start_of_the_same_is_refused(start):
     first = start("a", "own")
-    assert [step.name for step in runner("b").run(Quiet())] == ["own"]
+    assert list(runner("b").run(ProgressListener())) == ["own"]
     with pytest.raises(UserError) as refused:
-        runner("a").run(Quiet())
+        runner("a").run(ProgressListener())
     assert "runs/a" in str(refused.value) and refused.value.fix
     assert made() == ["shared of a", "own of a", "own of b"]
 
     first.send_signal(signal.SIGKILL)  # what it has started outlives it, and holds nothing
     first.wait()
-    assert [step.name for step in runner("a").run(Quiet())] == ["own"]
-    assert len(runner("b", force=("shared",)).run(Quiet())) == 2
+    assert list(runner("a").run(ProgressListener())) == ["own"]
+    assert len(runner("b", force=("shared",)).run(ProgressListener())) == 2
 
 
 def test_one_that_begins_at_the_same_time_and_is_refused_takes_nothing_from_the_other(start, monkeypatch):
@@ -126,11 +125,11 @@ def test_one_that_begins_at_the_same_time_and_is_refused_takes_nothing_from_the_
     plan = second.plan
     monkeypatch.setattr(second, "plan", lambda: start("a", "shared") and plan())
     with pytest.raises(UserError):
-        second.run(Quiet())
+        second.run(ProgressListener())
     assert {entry.name for entry in Path("runs/a").iterdir()} == {"recipe.json", "run.json"}
 
 
 def test_what_a_killed_run_was_making_is_made_by_whoever_waited(start):
     first = start("a", "shared")
     with contextlib.redirect_stdout(Heard(first.kill)):
-        assert [step.name for step in runner("b").run(Quiet())] == ["shared", "own"]
+        assert list(runner("b").run(ProgressListener())) == ["shared", "own"]

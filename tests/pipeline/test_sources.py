@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.program import main
 from affinage.data.downloads import CACHE_VARIABLE
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
+from run_affinage import run
 
 LARGE = 17_000_000
 RECIPE = """\
@@ -110,29 +110,27 @@ def test_a_url_is_known_by_its_etag_or_its_time_and_else_or_without_an_answer_as
     assert found == {url: "former"} and unchecked[url] and "no version" not in unchecked[url]
 
 
-def run(recipe: Path, *words: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(recipe), "--until", "ingest", "--runs", str(recipe.parent / "runs"), *words])
-    assert not ended.value.code
+def ingest(recipe: Path, *words: str) -> None:
+    run("run", recipe, "--until", "ingest", "--runs", recipe.parent / "runs", *words)
 
 
 def test_a_changed_url_is_fetched_again_and_so_is_any_by_force(server: Server, tmp_path: Path, capsys):
     recipe = tmp_path / "web.yaml"
     recipe.write_text(RECIPE.format(url=url_of(server)))
     server.headers = {"ETag": '"1"'}
-    run(recipe)
+    ingest(recipe)
     server.asked.clear()
-    run(recipe)
+    ingest(recipe)
     assert server.asked == ["HEAD"] and "Nothing to do" in capsys.readouterr().out
     server.headers, server.content = {"ETag": '"2"'}, b"Another text about the same river.\n" * 20
-    run(recipe)
+    ingest(recipe)
     assert "files changed" in capsys.readouterr().out
     [text] = (tmp_path / "runs/web/ingest").rglob("*.parquet")
     assert b"Another text" in text.read_bytes()
     server.headers, server.content = {}, b"A third one.\n" * 20
-    run(recipe)
+    ingest(recipe)
     said = capsys.readouterr()
     assert "Nothing to do" in said.out and f"cannot check whether {url_of(server)} has changed" in said.err
-    run(recipe, "--force", "ingest")
+    ingest(recipe, "--force", "ingest")
     [text] = (tmp_path / "runs/web/ingest").rglob("*.parquet")
     assert b"A third one" in text.read_bytes()

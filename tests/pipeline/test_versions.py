@@ -17,11 +17,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import tiny_run
-from affinage.cli.program import main
 from affinage.data.documents import document_files
 from affinage.data.tokenizer import Tokenizer
 from affinage.pipeline.store import read_manifest
 from affinage.results import read_json
+from run_affinage import run
 
 # step: (version, hash of all that is exact, mean of the numbers that a processor may round in its own way)
 RESULTS: dict[str, tuple[int, str, float]] = {
@@ -122,16 +122,11 @@ def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
     documents = document_files(own_runs / "tiny/dedup")[0]
     text = pq.read_table(documents, columns=["text"])["text"][0].as_py()
     (tmp_path / "items.txt").write_text(" ".join(text.split()[3:15]) + "\n")
-    items = tmp_path / "items.txt"
-    words = [
+    settings = [
         "name=more",
-        f"data.decontaminate={{benchmark_files: ['{items}'], benchmarks: false, n_grams: 5}}",
+        f"data.decontaminate={{benchmark_files: ['{tmp_path / 'items.txt'}'], benchmarks: false, n_grams: 5}}",
     ]
-    words = [part for word in words for part in ("--set", word)]
-    until = ["--until", "decontaminate"]
-    with pytest.raises(SystemExit) as ended:
-        main(["run", *tiny_run.WORDS, *words, *until, "--runs", str(own_runs)])
-    assert not ended.value.code
+    run("run", *tiny_run.WORDS, "--until", "decontaminate", "--runs", own_runs, settings=settings)
     check(own_runs / "more", ["decontaminate"])
 
 

@@ -5,12 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from quiet import Quiet
 
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.runner import PipelineRunner
+from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.pipeline.step import Step, StepContext
 from affinage.results import read_json
 
@@ -71,7 +70,7 @@ def toy_run(load, tmp_path, road: list[Step], **options) -> tuple[dict[str, str]
     """({stage: reason} before, stages that ran)."""
     runner = PipelineRunner(load(), tmp_path / "runs", road, **options)
     reasons = {step.name: step.reason for step in runner.plan()}
-    return reasons, [step.name for step in runner.run(Quiet())]
+    return reasons, list(runner.run(ProgressListener()))
 
 
 def test_once_is_enough(load, tmp_path):
@@ -164,7 +163,7 @@ def test_a_training_that_is_refused_before_its_first_step_leaves_the_run_as_it_w
 
 def keys(loaded: LoadedRecipe) -> dict[str, str]:
     """Keys of the real road."""
-    runner = PipelineRunner(loaded, Path("runs"), build_steps(loaded, write_text))
+    runner = PipelineRunner(loaded, Path("runs"), build_steps(loaded))
     return {step.name: step.request.key for step in runner.plan()}
 
 
@@ -222,9 +221,9 @@ def test_sections_left_out_have_no_stages(load):
     names = [
         stage.name for stage in build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
     ]
-    assert names == ["ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "pretrain"]
+    assert names == ["ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "pretrain", "report"]
     assert "dedup" not in [stage.name for stage in build_steps(load("data.dedup=null"))]
-    assert build_steps(load("data=null"), write_text) == []
+    assert build_steps(load("data=null")) == []
 
 
 def test_what_was_made_from_a_former_result_is_no_part_of_the_run(load, tmp_path):

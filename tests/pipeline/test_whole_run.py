@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import tiny_run
-from affinage.cli.program import main
 from affinage.data.dataloader import make_batch
 from affinage.data.tuning_data import documents_in_a_row
 from affinage.generation.model import LoadedModel
@@ -18,17 +17,12 @@ from affinage.pipeline.models import is_chat
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.store import Store, read_request
 from affinage.results import RESULTS, Result, read_json
+from run_affinage import run
 
 STEPS = [
     "synthesize", "ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "sft-data", "preference-data",
     "pretrain", "sft", "ref-logprobs", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export", "report",
 ]  # fmt: skip
-
-
-def affinage(*words: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*words])
-    assert not ended.value.code
 
 
 def summary(runs: Path, step: str, name: str = "tiny") -> dict:
@@ -57,12 +51,9 @@ def test_every_step_has_a_whole_result(tiny_runs: Path):
 def test_a_finished_run_has_nothing_to_do(own_runs: Path, capsys: pytest.CaptureFixture[str]):
     """From a copy elsewhere: where the results are is in no key."""
     before = {path: path.read_bytes() for path in own_runs.rglob("*") if path.is_file()}
-    affinage("run", *tiny_run.WORDS, "--runs", str(own_runs))
+    run("run", *tiny_run.WORDS, "--runs", str(own_runs))
     assert "Nothing to do" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in own_runs.rglob("*") if path.is_file()} == before
-    affinage("run", *tiny_run.WORDS, "--runs", str(own_runs), "--json")
-    told = json.loads(capsys.readouterr().out)
-    assert not told["ran"] and set(told["complete"]) == set(STEPS)
 
 
 def test_documents_are_counted_through_the_data_steps(tiny_runs: Path):
@@ -147,7 +138,7 @@ def test_only_adapters_are_exported_and_name_their_base(own_runs: Path, tmp_path
 
     def adapter(model: str, *words: str) -> dict:
         to = tmp_path / f"adapter-{len(list(tmp_path.iterdir()))}"
-        affinage("export", model, "--runs", str(own_runs), "--adapter", "--to", str(to), *words)
+        run("export", model, "--runs", str(own_runs), "--adapter", "--to", str(to), *words)
         return json.loads((to / "adapter_config.json").read_text())
 
     assert adapter("tiny")["r"] == 4 and adapter("tiny")["base_model_name_or_path"] is None
@@ -157,7 +148,7 @@ def test_only_adapters_are_exported_and_name_their_base(own_runs: Path, tmp_path
 
 def test_an_export_of_the_training_before_is_not_taken_for_that_of_the_last(own_runs: Path):
     words = ["--runs", str(own_runs), "--until"]
-    affinage("run", *tiny_run.WORDS, "--set", "dpo=null", *words, "export")
-    affinage("run", *tiny_run.WORDS, *words, "dpo")
-    affinage("export", "tiny", "--runs", str(own_runs))
+    run("run", *tiny_run.WORDS, "--set", "dpo=null", *words, "export")
+    run("run", *tiny_run.WORDS, *words, "dpo")
+    run("export", "tiny", "--runs", str(own_runs))
     assert "dpo" in json.loads((own_runs / "tiny" / "export" / "request.json").read_text())["inputs"]

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from affinage.cli import main
 from affinage.config.load import load_recipe
-from affinage.hardware.mesh import AXES
-from affinage.hardware.slices import find_slice
-from affinage.planning.comms import links_of
+from affinage.hardware.chips import find_slice
+from affinage.parallel.sharding import AXES
+from affinage.planning.estimate import links_of
 from affinage.planning.plan import Plan, make_plan, planned_graph
 
 SMALL = str(Path(__file__).with_name("small.yaml"))
@@ -39,11 +38,3 @@ def settings(*overrides: str) -> list[str]:
 def rarer(*row: Any) -> Any:
     """A row of a table that the quick tier leaves out."""
     return pytest.param(*row, marks=pytest.mark.full)
-
-
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Status, output and errors of `affinage plan`."""
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *words])
-    out = capsys.readouterr()
-    return int(ended.value.code or 0), out.out, out.err

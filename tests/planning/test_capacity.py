@@ -1,10 +1,10 @@
 """`affinage plan capacity`: the search for the most layers, with a compiler that is a line."""
 
 import pytest
-from small_plans import plan_of, told
+from small_plans import plan_of
 
 from affinage.errors import UserError
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 
 GiB = 2**30
@@ -58,7 +58,7 @@ def test_the_real_compiler_holds_no_gradients_of_all_layers():
     assert report.temporary_bytes < 0.7 * weights
 
 
-def test_the_verb_compares_with_what_fax_reached(capsys, monkeypatch):
+def test_the_verb_compares_with_what_fax_reached(affinage, monkeypatch):
     monkeypatch.setattr("affinage.planning.compiled.compile_on", compiler(2.0, 0.22))
-    _, out, err = told(capsys, "capacity", "--on", "v4-16", "--width", "5120")
+    _, out, err = affinage("plan", "capacity", "--on", "v4-16", "--width", "5120")
     assert "FAX reached 13.7B at 0.87 s" in out and "refused" in err and "--set" in out

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import yaml
-from small_plans import SMALL, plan_of, told
+from small_plans import SMALL, plan_of
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import attention_in, compile_on, compile_step, out_of_memory
 
 SIX = "model.nodes.blocks.repeat=6"
@@ -104,7 +104,7 @@ def test_the_refusals_of_the_compiler_are_read(message, needed):
     assert report.peak_bytes == int(needed * 2**30)
 
 
-def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, capsys):
+def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, affinage):
     """With the recipe's plug-ins, and with the vocabulary that its tokenizer came to."""
     (tmp_path / "cubes.py").write_text(
         "from affinage.model.layers.dense import activation\n\n\n@activation('cubes')\ndef cubes(x):\n    return x**3\n"
@@ -125,7 +125,7 @@ def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, capsys):
     (tokenizer / "manifest.json").write_text("{}")
     (tokenizer / "result.json").write_text('{"vocabulary": 65}')
     words = [str(recipe), "--on", "cpu", "--compile", "--json", "--runs", str(tmp_path / "runs")]
-    status, out, err = told(capsys, *words)
+    status, out, err = affinage("plan", *words)
     assert status == 0, err
     answer = json.loads(out)
     state = sum(answer["memory"][part] for part in ("weights", "optimizer", "batch"))

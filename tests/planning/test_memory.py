@@ -13,7 +13,7 @@ from affinage.config.load import load_recipe
 from affinage.config.parallel import ParallelSettings
 from affinage.config.training import PretrainSettings
 from affinage.errors import UserError
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.model import Graph, parse
 from affinage.model.forward import batch_shapes
 from affinage.parallel import make_mesh

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
-from small_plans import SMALL, blocks_of, plan_of, told
+from small_plans import SMALL, blocks_of, plan_of
 
 from affinage.config.load import load_recipe
 from affinage.errors import EXIT_USER_ERROR, UserError
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.model import ApplyConfig
 from affinage.model.apply_config import with_remat
 from affinage.model.layers.attention import choose
@@ -36,13 +36,13 @@ def test_a_price_is_that_of_the_chips_it_was_given_for():
     assert plan_of(SMALL, "v5e-4", *reversed(rented)).price == 0.5  # in whatever order
 
 
-def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_of_its_child(capsys, tmp_path):
+def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_of_its_child(affinage, tmp_path):
     (tmp_path / "rented.yaml").write_text(f"base: {SMALL}\nname: rented\nhardware: {{slice: h100x8, price: 2.5}}\n")
     child = tmp_path / "child.yaml"
     child.write_text("base: rented.yaml\nname: child\nhardware: {slice: a100x8}\n")
     assert load_recipe(child).recipe.hardware.price is None
     for words in ((), ("--on", "v4-8")):
-        status, out, said = told(capsys, str(child), *words, "--set", "hardware.price=9", "--json")
+        status, out, said = affinage("plan", str(child), *words, "--set", "hardware.price=9", "--json")
         assert status == 0 and json.loads(out)["price_per_chip_hour"] == 9, said
 
 
@@ -70,6 +70,7 @@ HEADS = "model.nodes.blocks.attention.heads=2"
         ("v6e-4", (HEADS,), "matrix unit", True),  # of 256, and heads have 128
         ("v4-8", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),
         ("v4-8", (), "small batch", False),
+        ("h100x4", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),  # kernels take their start
         ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),
     ],
     ids=str,
@@ -104,17 +105,23 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token(monkeypat
     assert keys == sorted(keys) and len(plans) == 4 and refused.name == "v4-4096"
 
 
-def test_the_verb_prints_and_speaks_json(capsys):
-    status, out, _ = told(capsys, SMALL, "--on", "v4-8", "--json")
+def test_slices_that_are_left_out_are_counted_with_the_setting_that_lets_them_in(affinage, monkeypatch):
+    monkeypatch.setattr("affinage.planning.plan.COMPARED", ("v4-8", "v4-16", "h100x8"))
+    status, out, _ = affinage("plan", SMALL, "--which", "--set", "mesh={fsdp: 4}")
+    assert status == 0 and "Left out: 2 of 3" in out and "v4-16, h100x8" in out and "--set mesh.data=auto" in out
+
+
+def test_the_verb_prints_and_speaks_json(affinage):
+    status, out, _ = affinage("plan", SMALL, "--on", "v4-8", "--json")
     answer = json.loads(out)
     assert status == 0 and answer["slice"]["chips"] == 4 and answer["fits"] and answer["mesh"] == {"fsdp": 4}
     assert sum(answer["memory"][part] for part in ("weights", "optimizer", "activations")) < answer["memory"]["total"]
-    status, out, _ = told(capsys, SMALL, "--on", "v4-8", "--set", "parallel.remat=auto")
+    status, out, _ = affinage("plan", SMALL, "--on", "v4-8", "--set", "parallel.remat=auto")
     assert status == 0 and "estimate: fits" in out and "tokens/s" in out and "remat: none" in out
 
 
-def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
-    status, out, _ = told(capsys, "julian-600m-as-published")
+def test_the_published_recipe_is_planned_on_the_slice_it_claims(affinage):
+    status, out, _ = affinage("plan", "julian-600m-as-published")
     assert status == 0
     assert "on v4-32" in out and "Claims that cannot be true" in out and "629.1B tokens, not 39B" in out
 
@@ -131,8 +138,8 @@ def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
     ],
     ids=str,
 )
-def test_mistakes_are_one_message(capsys, words, named):
-    status, out, err = told(capsys, *words)
+def test_mistakes_are_one_message(affinage, words, named):
+    status, out, err = affinage("plan", *words)
     assert status == EXIT_USER_ERROR and named in err and "Traceback" not in err and not out
 
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import yaml
-from small_plans import SMALL, plan_of, rarer, settings, told
+from small_plans import SMALL, plan_of, rarer, settings
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
 from affinage.planning.search import Candidate, candidates, curve, order, search
 
@@ -101,10 +101,10 @@ def test_the_lines_to_paste_and_the_overrides_are_the_settings():
     assert set_again.pretrain.gradient_accumulation_steps == 2
 
 
-def test_the_verb_prints_a_table_and_json(capsys):
+def test_the_verb_prints_a_table_and_json(affinage):
     words = [SMALL, "--on", "v4-8", "--search", *settings(*TINY)]
-    assert "to paste into the recipe" in told(capsys, *words)[1]
-    status, out, _ = told(capsys, *words, "--json")
+    assert "to paste into the recipe" in affinage("plan", *words)[1]
+    status, out, _ = affinage("plan", *words, "--json")
     best = json.loads(out)["best"]
     assert status == 0 and len(best) == 3 and best[0]["plan"]["fits"]
 

@@ -3,7 +3,7 @@
 import pytest
 from small_plans import SMALL, blocks_of, links, plan_of
 
-from affinage.planning.comms import HOP_SECONDS
+from affinage.planning.estimate import HOP_SECONDS
 
 GB = 1e9
 HOP = HOP_SECONDS

@@ -11,7 +11,6 @@ import pytest
 from synthetic_run import build_run
 
 from affinage.report import Facts, collect_facts, render
-from run_affinage import affinage  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from affinage.config.load import load_recipe
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.planning.plan import make_plan, planned_graph
 from affinage.report import collect_facts, render
 from affinage.report.trainings import read_training

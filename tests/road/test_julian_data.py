@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from affinage.cli.program import main
 from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
 from affinage.data.ingest import ingest
@@ -76,9 +75,7 @@ def test_every_source_is_read_in_its_own_form(mirror: Path, tmp_path: Path):
     assert len({(row["source"], row["id"]) for row in rows}) == len(rows)
 
 
-def test_without_a_network_or_a_mirror_it_is_refused_before_anything_runs(tmp_path: Path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["data", "julian-data", "--dry-run", "--runs", str(tmp_path), "--set", f"data.mirror={tmp_path}"])
-    told = capsys.readouterr()
-    assert ended.value.code == 2 and "would run" not in told.out
-    assert "wikipedia-en" in told.err and "julian-data.yaml" in told.err
+def test_without_a_network_or_a_mirror_it_is_refused_before_anything_runs(tmp_path: Path, affinage):
+    words = ("data", "julian-data", "--dry-run", "--runs", str(tmp_path), "--set", f"data.mirror={tmp_path}")
+    status, out, said = affinage(*words)
+    assert status == 2 and "would run" not in out and "wikipedia-en" in said and "julian-data.yaml" in said

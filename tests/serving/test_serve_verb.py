@@ -14,7 +14,6 @@ from pathlib import Path
 import openai
 import pytest
 
-from affinage.cli.program import main
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.serving import server
@@ -83,15 +82,14 @@ def test_its_process_serves_a_sharded_model_and_ends_cleanly_when_told(model: Pa
     assert process.returncode == 0 and "Traceback" not in err, err
 
 
-def test_a_port_that_is_taken_is_one_message(model: Path, capsys: pytest.CaptureFixture[str]):
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
-        main(["serve", str(model), "--port", str(taken.getsockname()[1])])
-    assert ended.value.code == 2
-    assert "--port" in capsys.readouterr().err
+def test_a_port_that_is_taken_is_one_message(model: Path, affinage):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, _, said = affinage("serve", str(model), "--port", str(taken.getsockname()[1]))
+    assert status == 2 and "--port" in said
 
 
 def test_a_token_that_is_given_is_asked_for_and_not_printed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, affinage
 ):
     keys = []
 
@@ -103,19 +101,14 @@ def test_a_token_that_is_given_is_asked_for_and_not_printed(
     monkeypatch.setenv("AFFINAGE_API_KEY", "s3cret-Word!")
     (tmp_path / "token").write_text("s3cret-File!\n")
     for words in ([], ["--api-key-file", str(tmp_path / "token")]):
-        with pytest.raises(SystemExit) as ended:
-            main(["serve", str(model), *words])
-        assert not ended.value.code
-    assert keys == ["s3cret-Word!", "s3cret-File!"] and "s3cret" not in capsys.readouterr().out
+        status, out, _ = affinage("serve", str(model), *words)
+        assert status == 0 and "s3cret" not in out
+    assert keys == ["s3cret-Word!", "s3cret-File!"]
 
 
 @pytest.mark.parametrize("text", ["two words", "", None])
-def test_a_token_that_is_none_is_one_message(
-    text: str | None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_token_that_is_none_is_one_message(text: str | None, model: Path, tmp_path: Path, affinage):
     if text is not None:
         (tmp_path / "token").write_text(text)
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", str(model), "--api-key-file", str(tmp_path / "token")])
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and "token" in told and "Traceback" not in told
+    status, _, said = affinage("serve", str(model), "--api-key-file", str(tmp_path / "token"))
+    assert status == 2 and "token" in said and "Traceback" not in said

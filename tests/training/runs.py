@@ -119,13 +119,13 @@ def _signal_in(phase: str, number: int) -> None:
     from tiny import RandomFeed
 
     from affinage.checkpoint import CheckpointStore
-    from affinage.hardware.devices import LocalDevices
+    from affinage.hardware.devices import Hardware
     from affinage.training.evaluator import Evaluator
     from affinage.training.metrics import MetricLogger
     from affinage.training.trainer import Trainer
 
     place, name = {
-        "start": (LocalDevices, "acquire"),
+        "start": (Hardware, "acquire"),
         "first batch": (RandomFeed, "batch"),
         "compilation": (Trainer, "compile_training"),
         "restore": (CheckpointStore, "restore_newest"),

@@ -13,7 +13,6 @@ from affinage.data.dataloader import DataLoader
 from affinage.errors import UserError
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import Checkpointer
-from affinage.training.job import Extension
 from affinage.training.metrics import GoodputTimer
 from affinage.training.watchdog import PreemptionGuard, Watchdog
 from curves import curve
@@ -66,7 +65,7 @@ def first(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: Path, tmp_path: Path):
     before = files_of(first)
     train(job(tmp_path / "one", rows, STEPS, FIRST, MIXTURE))
-    extension = job(tmp_path / "more", rows, STEPS, FIRST, MIXTURE, extends=Extension(first, BORDER))
+    extension = job(tmp_path / "more", rows, STEPS, FIRST, MIXTURE, extends=(first, BORDER))
 
     with pytest.raises(RuntimeError):
         train(replace(extension, on_step=(tiny.fails_at(12),)))  # before anything was saved
@@ -82,7 +81,7 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
     [
         ({"optimizer": {"b1": 0.8}}, BORDER, "optimizer.b1"),
         ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, "weights"),
-        ({}, 7, "5, 10"),
+        ({}, 7, "@5, @10"),
         ({"optimizer": {"name": "sgd"}, "checkpoint": {"allow_changes": ["optimizer"]}}, BORDER, "opt_state"),
         ({"health": {"spike_window": 16}, "checkpoint": {"allow_changes": ["health"]}}, BORDER, "window.losses"),
     ],
@@ -93,8 +92,7 @@ def test_what_an_extension_may_not_change_is_refused_by_name(
 ):
     given = {"steps": STEPS, "mixture": None, **changes}
     steps, mixture = given.pop("steps"), given.pop("mixture")
-    extension = Extension(first, step)
-    refused = job(tmp_path, rows, steps, FIRST, mixture, extends=extension, **given)
+    refused = job(tmp_path, rows, steps, FIRST, mixture, extends=(first, step), **given)
     with pytest.raises(UserError, match=named):
         watchdog = Watchdog("train", tmp_path, refused.runtime, PreemptionGuard("train", grace=1))
         Checkpointer(tiny.uncompiled(refused), GoodputTimer(), watchdog).restore()

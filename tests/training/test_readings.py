@@ -28,7 +28,7 @@ train(tiny.job(Path(sys.argv[1]), profile="4-5"))
 
 def test_a_trace_has_the_steps_asked_for(tmp_path: Path, warm_python: list[str]):
     # In a process of its own: JAX's profiler crashes where libtpu was loaded for its compiler alone.
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")])
     command = [*warm_python, "-c", TRACED, str(tmp_path)]
     subprocess.run(command, check=True, timeout=550, env={**os.environ, "PYTHONPATH": path})
     [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")

@@ -49,7 +49,7 @@ class InMemory(CheckpointStore):
         return step, tiny.placed(state, dict(abstract)), meta
 
 
-class Borrowed:
+class Borrowed(Hardware):
     """Hardware that is one device of somebody's, and knows who has it."""
 
     lent = False

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 
+import tiny_graphs
 from affinage.checkpoint import CheckpointStore
 from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import PretrainSettings, TrainSettings
@@ -38,26 +39,10 @@ class Sgd(Optimizer):
 
 
 def graph(dropout: float = 0.0, layers: int = 2, width: int = 64) -> Graph:
-    return parse(
-        {
-            "inputs": ["tokens"],
-            "nodes": {
-                "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
-                "drop": {"kind": "dropout", "in": "embed", "rate": dropout},
-                "blocks": {
-                    "kind": "transformer_block",
-                    "in": "drop",
-                    "repeat": layers,
-                    "attention": {"heads": 4, "rope": {"theta": 10000}},
-                    "ffn": {"kind": "swiglu", "width": width},
-                    "norm": {"kind": "rms", "eps": 1e-6},
-                },
-                "norm": {"kind": "rms_norm", "in": "blocks"},
-                "logits": {"kind": "unembed", "in": "norm", "vocab": VOCABULARY, "tied": False},
-                "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
-            },
-        }
-    )
+    ffn = {"kind": "swiglu", "width": width}
+    model = tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, ffn=ffn, **{"in": "drop"})
+    model["nodes"]["drop"] = {"kind": "dropout", "in": "embed", "rate": dropout}
+    return parse(model)
 
 
 class RandomFeed:

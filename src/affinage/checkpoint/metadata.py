@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from affinage.differing import differing
-from affinage.errors import UserError, first_line, plain
+from affinage.errors import UserError, plain
 
 PyTree = Any
 Checksums = dict[str, list[Any]]  # path of an array -> [dtype, shape, checksum as 8 hexadecimal digits]
@@ -60,28 +60,17 @@ def read_metadata(folder: Path) -> Metadata:
         CorruptedError: they are not what was saved, or of another step than the folder is named after.
         OSError: they cannot be read.
     """
-    with (folder / METADATA).open("rb") as file:
-        content = file.read()
     try:
-        saved = json.loads(content)["custom_metadata"]["affinage"]
-        digest = saved.pop("hash")
-        metadata = Metadata(**saved)
+        saved = json.loads((folder / METADATA).read_bytes())["custom_metadata"]["affinage"]
+        digest, metadata = saved.pop("hash"), Metadata(**saved)
         is_intact = digest == _digest(saved)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptedError(f"{METADATA} cannot be read") from None
+        is_intact = False
     if not is_intact:
         raise CorruptedError(f"{METADATA} is not what was written")
     if str(metadata.step) != folder.name:
         raise CorruptedError(f"it was saved as step {metadata.step}")
     return metadata
-
-
-def fingerprint(folder: Path) -> str:
-    """The fingerprint of the step in a folder; see `Metadata.fingerprint`. Raises UserError if it cannot be read."""
-    try:
-        return read_metadata(folder).fingerprint
-    except (CorruptedError, OSError) as error:
-        raise UserError(first_line(error), where=str(folder), fix="Name another checkpoint.") from error
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -112,9 +101,6 @@ def check_compatible(
     return changes
 
 
-# ---- what there is, and how it differs ----
-
-
 def arrays(metadata: Metadata) -> dict[str, dict[str, Any]]:
     """{tree: {arrays, numbers, bytes, dtypes}} of a step, by its metadata alone."""
     trees: dict[str, dict[str, Any]] = {}
@@ -141,9 +127,6 @@ def compare(one: Metadata, other: Metadata) -> dict[str, Any]:
     different = [{"name": path, "shape": left[path][1]} for path in both if left[path] != right[path]]
     only = sorted(left.keys() ^ right.keys())
     return {"facts": changed, "arrays": {"same": len(both) - len(different), "different": different, "only": only}}
-
-
-# ---- checksums ----
 
 
 def checksums(state: Mapping[str, PyTree]) -> Checksums:

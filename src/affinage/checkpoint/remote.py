@@ -11,14 +11,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import fsspec
 
 from affinage.checkpoint.metadata import METADATA
 from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps
-from affinage.data.token_shards import errors_at, upload
+from affinage.data.token_shards import errors_at, is_local, upload
 from affinage.errors import UserError, first_line
 
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
@@ -40,8 +40,7 @@ class RemoteFolder:
         """Opens no connection. Raises UserError for a URL of an unknown kind, or whose package is missing."""
         self.url = url.rstrip("/")
         with errors_at(self.url):
-            is_local = fsspec.utils.get_protocol(self.url) in ("file", "local")
-            makes_folders = {"auto_mkdir": True} if is_local else {}
+            makes_folders = {"auto_mkdir": True} if is_local(self.url) else {}
             self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **makes_folders)
         self._root = str(root).rstrip("/")
 
@@ -105,7 +104,7 @@ class Uploader:
         self._remote, self._folder = RemoteFolder(url), folder
         self._keep_last, self._keep_every = keep_last, keep_every
         self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
-        self._lock, self._requested, self._runs, self._failure = threading.Lock(), False, False, ""
+        self._saves, self._copied, self._changed, self._failure = 0, 0, threading.Event(), ""
 
     def start(self) -> None:
         """Copy what is here. Raises RemoteError if the place cannot be written to."""
@@ -115,11 +114,10 @@ class Uploader:
 
     def saved(self) -> None:
         """Copy what is new, in the background."""
-        with self._lock:
-            self._requested = True
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="uploader", daemon=True).start()
+        self._saves += 1
+        self._changed.set()
+        if self._saves == 1:
+            threading.Thread(target=self._run, name="uploader", daemon=True).start()
 
     def settle(self, seconds_left: Callable[[], float | None] = lambda: None) -> str:
         """Wait until everything is there, or an attempt has failed; returns "", or why not everything is there.
@@ -127,7 +125,7 @@ class Uploader:
         `seconds_left` is called several times a second and returns how long to wait; None: as long as it takes.
         """
         self.saved()
-        while self._runs:
+        while self._copied < self._saves:
             left = seconds_left()
             if left is not None and left <= 0:
                 return "there was no time for it"
@@ -136,41 +134,37 @@ class Uploader:
 
     def _run(self) -> None:
         links = self._folder / _BEING_COPIED
-        while True:
-            with self._lock:
-                self._runs, self._requested = self._requested, False
-                if not self._runs:
-                    return
+        while self._changed.wait():
+            self._changed.clear()
+            saves, failure = self._saves, ""
             shutil.rmtree(links, ignore_errors=True)
             try:
                 self._copy(links)
-                self._failure = ""
             except Exception as error:
-                self._failure = why = first_line(error)
-                self.say(f"cannot copy to {self.url}: {why}. The training continues; the next save tries again")
+                failure = first_line(error)
+                self.say(f"cannot copy to {self.url}: {failure}. The training continues; the next save tries again")
             shutil.rmtree(links, ignore_errors=True)
+            self._failure, self._copied = failure, saves
 
     def _copy(self, links: Path) -> None:
-        linked: dict[int, list[Path]] = {}
-        for step in kept_steps(complete_steps(self._folder / CHECKPOINTS), 1, self._keep_every):
-            with contextlib.suppress(FileNotFoundError):  # a rollback or a newer step has removed it
-                linked[step] = _link(self._folder / CHECKPOINTS / str(step), links / str(step))
+        steps, linked = self._folder / CHECKPOINTS, list[int]()
+        for step in kept_steps(complete_steps(steps), 1, self._keep_every):
+            try:
+                shutil.copytree(steps / str(step), links / str(step), copy_function=os.link)
+                linked.append(step)
+            except OSError:
+                if step in complete_steps(steps):  # if not, a rollback or a newer step has removed it
+                    raise
         # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
-        files: list[Path] = []
-        for folder, subfolders, names in os.walk(self._folder):
-            if Path(folder) == self._folder:
-                subfolders[:] = [name for name in subfolders if name not in _NOT_BESIDE]
-                names = [name for name in names if name not in _NOT_BESIDE]
-            files += [Path(folder, name) for name in names]
-        for path in sorted(files, key=lambda path: path.name == COMMIT):
-            name = path.relative_to(self._folder).as_posix()
-            with contextlib.suppress(FileNotFoundError):  # it has vanished
-                facts = (path.stat().st_size, path.stat().st_mtime_ns)
-                if self._sent.get(name) != facts:
-                    self._remote.put(path, name)
-                    self._sent[name] = facts
+        for name in _files_in(self._folder):
+            if name.partition("/")[0] not in _NOT_BESIDE:
+                with contextlib.suppress(FileNotFoundError):  # it has vanished
+                    facts = (self._folder / name).stat()
+                    if self._sent.get(name) != (facts.st_size, facts.st_mtime_ns):
+                        self._remote.put(self._folder / name, name)
+                        self._sent[name] = facts.st_size, facts.st_mtime_ns
         for step in sorted(linked, reverse=True):
-            self._copy_step(step, links / str(step), linked[step])
+            self._copy_step(f"{CHECKPOINTS}/{step}", links / str(step))
         if linked:
             there, complete = _steps_in(self._remote.sizes())
             complete = [step for step in complete if step <= max(linked)]
@@ -178,27 +172,22 @@ class Uploader:
                 self._remote.remove(there[step])
                 self._sent.pop(f"{CHECKPOINTS}/{step}", None)
 
-    def _copy_step(self, step: int, links: Path, files: list[Path]) -> None:
-        there, metadata = f"{CHECKPOINTS}/{step}", (links / METADATA).read_bytes()
+    def _copy_step(self, there: str, links: Path) -> None:
+        metadata = (links / METADATA).read_bytes()
         if self._sent.get(there) == metadata:
             return
         # An earlier start may have copied it, or, before a rollback, another state of this step.
         if self._remote.read(f"{there}/{METADATA}") != metadata or self._remote.read(f"{there}/{COMMIT}") is None:
             self._remote.remove([f"{there}/{COMMIT}"])
-            for path in files:
-                self._remote.put(links / path, f"{there}/{path.as_posix()}")
+            for name in _files_in(links):
+                self._remote.put(links / name, f"{there}/{name}")
         self._sent[there] = metadata
 
 
-def _link(folder: Path, links: Path) -> list[Path]:
-    """Make links to the files of a step, and return their paths in it, the mark of completion last."""
-    marks = [Path(METADATA), Path(COMMIT)]
-    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    files = [path for path in files if path not in marks] + marks
-    for path in files:
-        (links / path).parent.mkdir(parents=True, exist_ok=True)
-        os.link(folder / path, links / path)
-    return files
+def _files_in(folder: Path) -> list[str]:
+    """The paths of all files below a folder, relative to it, marks of completion last."""
+    paths = [Path(top, name).relative_to(folder) for top, _, names in os.walk(folder) for name in names]
+    return sorted((path.as_posix() for path in paths), key=lambda name: name.endswith(COMMIT))
 
 
 def _steps_in(names: Iterable[str]) -> tuple[dict[int, list[str]], list[int]]:
@@ -225,9 +214,8 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[
             remote.get(name, folder / name)
     for step in copied:
         say(f"copying step {step:,} from {url}")
-        mark = f"{CHECKPOINTS}/{step}/{COMMIT}"  # comes last
         shutil.rmtree(folder / CHECKPOINTS / str(step), ignore_errors=True)
-        for name in sorted(steps[step], key=lambda name: name == mark):
+        for name in sorted(steps[step], key=lambda name: name.endswith(COMMIT)):  # the mark comes last
             remote.get(name, folder / name)
     return copied
 
@@ -251,7 +239,6 @@ def forget(url: str) -> None:
 
 def is_inside(name: object) -> bool:
     """Whether a name that somebody else wrote is of a file below a folder, and leads nowhere else."""
-    if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
+    if not isinstance(name, str) or "\\" in name or "\0" in name:
         return False
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
+    return not {"", ".", ".."} & {*name.split("/")}

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import absl.logging
 import jax
 from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
@@ -86,13 +85,12 @@ class CheckpointStore:
         `why_not` says why it cannot be restored, as far as is known without reading arrays; "" if it can.
         """
         rows = []
-        for step, path in entries(self.folder):
-            saved, why_not = None, whats_missing(path)
-            if not why_not:
-                try:
-                    saved = read_metadata(path).facts.get("saved")
-                except (CorruptedError, OSError) as error:
-                    why_not = str(error)
+        for step, why_not in steps_in(self.folder).items():
+            path, saved = self.folder / str(step), None
+            try:
+                saved = None if why_not else read_metadata(path).facts.get("saved")
+            except (CorruptedError, OSError) as error:
+                why_not = str(error)
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             rows.append({"step": step, "saved": saved, "bytes": size, "why_not": why_not})
         return rows
@@ -147,20 +145,19 @@ class CheckpointStore:
                 raise
             raise OSError(number, os.strerror(number), str(self.folder)) from error
         if Processes.at_work().first:
-            intact = [step for step in self.steps() if step not in self._corrupted]
-            keep = kept_steps(intact, self._keep_last, self._keep_every)
-            for step, path in entries(self.folder):
-                if step not in keep:
-                    with contextlib.suppress(OSError):  # the training continues
-                        _remove(path)
+            steps = steps_in(self.folder)
+            intact = [step for step, why_not in steps.items() if not why_not and step not in self._corrupted]
+            for step in steps.keys() - kept_steps(intact, self._keep_last, self._keep_every):
+                with contextlib.suppress(OSError):  # the training continues
+                    _remove(self.folder / str(step))
             self._saved()
 
     def forget_after(self, step: int) -> None:
         """Remove all later steps: the run went back to this one and continues differently."""
         if Processes.at_work().first:
-            for later, path in entries(self.folder):
+            for later in steps_in(self.folder):
                 if later > step:
-                    _remove(path)
+                    _remove(self.folder / str(later))
             self._saved()
 
     # ---- restoring ----
@@ -214,8 +211,7 @@ class CheckpointStore:
             OSError: the network of the disk failed, which proves nothing about the steps.
         """
         processes = Processes.at_work()
-        known = [[step, whats_missing(path)] for step, path in entries(self.folder)]
-        known = processes.broadcast("checkpoints", known, seconds=IO_TIMEOUT)
+        known = processes.broadcast("checkpoints", [*steps_in(self.folder).items()], seconds=IO_TIMEOUT)
         wanted = max((step for step, _ in known), default=0) if at_most is None else at_most
         for step, reason in sorted(known, key=lambda each: (each[0] > wanted, abs(each[0] - wanted))):
             if not reason:
@@ -236,7 +232,7 @@ class CheckpointStore:
 
     def verify(self, step: int) -> str:
         """Read all arrays of a step and compare them with their checksums; returns what is wrong, "" if nothing is."""
-        if reason := whats_missing(self.folder / str(step)):
+        if reason := steps_in(self.folder).get(step, "it is not there"):
             return reason
         try:
             for name, tree in self.abstract(step).items():  # one by one: a whole state may not fit in memory
@@ -255,56 +251,60 @@ class CheckpointStore:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), trees)
 
     def _read(
-        self, step: int, abstract: Mapping[str, PyTree], accept: Callable[[Facts], object] = lambda facts: None
+        self, step: int, wanted: Mapping[str, PyTree], accept: Callable[[Facts], object] = lambda facts: None
     ) -> tuple[dict[str, PyTree], Facts]:
         """State and facts of a step. Raises CorruptedError in all processes if one of them cannot read it."""
-        path, context = self.folder / str(step), self._context
+        path, context, leaves, abstract = self.folder / str(step), self._context, leaves_by_path(wanted), []
         with _agreeing(f"metadata of {step}"):
             metadata = read_metadata(path)
             accept(metadata.facts)
-            saved = {name: facts for name, facts in metadata.checksums.items() if name.partition(".")[0] in abstract}
-            as_saved = _as_saved(saved, abstract)
+            saved = {name: facts for name, facts in metadata.checksums.items() if name.partition(".")[0] in wanted}
+            if unmatched := sorted(leaves.keys() ^ saved.keys()):
+                name = unmatched[0]
+                raise CorruptedError(f"{name} was {'saved, and is not here' if name in saved else 'not saved'}")
+            for name, leaf in leaves.items():
+                dtype, shape, _ = saved[name]  # the checksums are of the bits of this dtype
+                if shape != list(leaf.shape):
+                    raise CorruptedError(f"{name} was saved as {shape}, and is {list(leaf.shape)} here")
+                abstract.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding))
         if jax.process_count() > 1 and Processes.at_work().count == 1:  # one process reads without the others
             context = ocp.Context(context)
             context.multiprocessing.primary_host = jax.process_index()
             context.multiprocessing.active_processes = {jax.process_index()}
         with _agreeing(f"restore of {step}"), _quiet(), context:
+            as_saved = jax.tree.unflatten(jax.tree.structure(dict(wanted)), abstract)
             loaded = dict(ocp.load_checkpointables(path, as_saved))
         with _agreeing(f"checksums of {step}"):
             if wrong := [name for name, facts in checksums(loaded).items() if facts != saved[name]]:
                 raise CorruptedError(f"{wrong[0]} is not what was saved (checksum)")
-        return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), loaded, abstract), metadata.facts
+        return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), loaded, wanted), metadata.facts
 
     def _refused(self, step: int, error: Exception) -> UserError:
-        steps = self.steps()
-        others = ", ".join(f"@{other}" for other in steps if other != step)
-        if step not in steps:
-            fix = f"There are {others}." if others else "Train the model first."
-            return UserError(f"there is no complete checkpoint {step}", where=str(self.folder), fix=fix)
-        fix = f"Name another one ({others}), or remove it: its recipe resumes from the one before." if others else ""
-        return UserError(f"checkpoint {step} cannot be restored: {first_line(error)}", where=str(self.folder), fix=fix)
+        steps, fix = steps_in(self.folder), "Train the model first."
+        if others := ", ".join(f"@{other}" for other in self.steps() if other != step):
+            fix = f"Name another one ({others}), or remove it: its recipe resumes from the one before."
+        reason = first_line(error) if step in steps else "there is none of this step"
+        return UserError(f"checkpoint {step} cannot be restored: {reason}", where=str(self.folder), fix=fix)
 
 
 # ---- a folder of steps ----
 
 
-def entries(folder: Path) -> list[tuple[int, Path]]:
-    """Everything in a folder that is named like a step, oldest first."""
+def steps_in(folder: Path) -> dict[int, str]:
+    """Everything in a folder that is named like a step, oldest first: {step: why it is not complete, "" if it is}."""
     paths = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted((int(path.name), path) for path in paths)
+    steps = {}
+    for path in sorted(paths, key=lambda path: int(path.name)):
+        is_complete = all((path / name).exists() for name in (METADATA, COMMIT))
+        steps[int(path.name)] = "" if is_complete else "it is incomplete: its save was cut off"
+        if os.path.islink(path):
+            steps[int(path.name)] = "it is a symbolic link, and could lead anywhere"
+    return steps
 
 
 def complete_steps(folder: Path) -> list[int]:
     """The complete steps in a folder, oldest first."""
-    return [step for step, path in entries(folder) if not whats_missing(path)]
-
-
-def whats_missing(path: Path) -> str:
-    """Why a folder that is named like a step is not complete; "" if it is."""
-    if os.path.islink(path):
-        return "it is a symbolic link, and could lead anywhere"
-    is_complete = all((path / name).exists() for name in (METADATA, COMMIT))
-    return "" if is_complete else "it is incomplete: its save was cut off"
+    return [step for step, why_not in steps_in(folder).items() if not why_not]
 
 
 def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> set[int]:
@@ -324,24 +324,6 @@ def _remove(path: Path) -> None:
         for name in (COMMIT, METADATA):
             (path / name).unlink(missing_ok=True)
         epath.Path(path).rmtree()
-
-
-# ---- what was saved and what is wanted ----
-
-
-def _as_saved(saved: Mapping[str, Any], wanted: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """The wanted trees with the dtypes that were saved, whose bits the checksums are of. Raises CorruptedError."""
-    if unmatched := sorted(leaves_by_path(wanted).keys() ^ saved.keys()):
-        raise CorruptedError(f"{unmatched[0]} was {'saved, and is not here' if unmatched[0] in saved else 'not saved'}")
-
-    def as_saved(path: Any, leaf: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        dtype, shape, _ = saved[name]
-        if shape != list(leaf.shape):
-            raise CorruptedError(f"{name} was saved as {shape}, and is {list(leaf.shape)} here")
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-
-    return dict(jax.tree_util.tree_map_with_path(as_saved, dict(wanted)))
 
 
 @contextlib.contextmanager
@@ -364,14 +346,10 @@ def _agreeing(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, Orbax does not log every file, nor print errors of its tasks that it raises anyway."""
-    before, tasks = absl.logging.get_verbosity(), logging.getLogger("asyncio")
-    absl.logging.set_verbosity(absl.logging.FATAL)
-    tasks.disabled = True
+    """Inside, Orbax does not log every file, nor errors of its tasks that it raises anyway."""
+    before = logging.root.manager.disable
+    logging.disable()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        absl.logging.set_verbosity(before)
-        tasks.disabled = False
+        logging.disable(before)

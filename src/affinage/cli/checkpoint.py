@@ -32,8 +32,7 @@ def ls(training: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOptio
 
     Example: affinage checkpoint ls quickstart/pretrain
     """
-    store, _ = _store(training, runs)
-    emit(store.listing(), as_json)
+    emit(_steps(training, runs, complete=False)[0].listing(), as_json)
 
 
 @group.command()
@@ -84,8 +83,8 @@ def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: Jso
         raise UserError(what, where=checkpoint, fix=fix)
 
 
-def _store(name: str, runs: Path) -> "tuple[CheckpointStore, int | str | None]":
-    """The checkpoints that a name stands for, whose training is printed, and the step that it names."""
+def _steps(name: str, runs: Path, *, complete: bool = True) -> "tuple[CheckpointStore, list[int]]":
+    """The checkpoints of a training, which is printed, and the step that was named, or all `complete` ones."""
     from affinage.pipeline.models import locate
 
     target = find(name, runs)  # before JAX is imported
@@ -95,16 +94,10 @@ def _store(name: str, runs: Path) -> "tuple[CheckpointStore, int | str | None]":
     print(f"checkpoints of {training.path.name}", file=sys.stderr)
     from affinage.checkpoint import CheckpointStore
 
-    return CheckpointStore(training.path / "checkpoints"), training.step
-
-
-def _steps(name: str, runs: Path) -> "tuple[CheckpointStore, list[int]]":
-    """The checkpoints of a training, and the step that was named, or all that are complete, oldest first."""
-    store, step = _store(name, runs)
+    store, step = CheckpointStore(training.path / "checkpoints"), training.step
     steps = store.steps()
-    if not steps:
-        raise UserError("no checkpoint is complete", where=str(store.folder), fix="Train the model, or copy it again.")
-    if step is not None and step not in steps:
-        fix = f"There are {', '.join(f'@{known}' for known in steps)}."
-        raise UserError(f"there is no complete checkpoint of step {step}", where=str(store.folder), fix=fix)
-    return store, steps if step is None else [int(step)]
+    if complete and (not steps or step not in (None, *steps)):
+        what = "no checkpoint is complete" if step is None else f"there is no complete checkpoint of step {step}"
+        fix = f"There are {', '.join(f'@{known}' for known in steps)}." if steps else "Train the model first."
+        raise UserError(what, where=str(store.folder), fix=fix)
+    return store, [known for known in steps if step in (None, known)]

@@ -1,7 +1,6 @@
 """The verb `data`: run the data steps, and look at what they made of which document."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +34,7 @@ group = verbs(
 
 verb_until(
     ("tokenize", "sft-data", "preference-data"),
+    "tokenize",
     "run",
     "Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.\n\n"
     "Example: affinage data quickstart --set data.sources='[my_folder/]'",
@@ -114,15 +114,9 @@ def head(
     Example: affinage data head quickstart/filter --reason "too short"
     """
     folder, named = _run_and_step(run, runs)
-    from affinage.pipeline.lineage import documents, removed
+    from affinage.pipeline.lineage import documents
 
-    step = step or named or "split"
-    rows: Iterator[dict[str, Any]]
-    if reason is not None:
-        rows = iter(removed(folder, step, reason))
-    else:
-        rows = documents(folder, step, part)
-    page = list(itertools.islice(rows, limit))
+    page = list(itertools.islice(documents(folder, step or named or "split", part, reason), limit))
     shown = [row | {"text": str(row["text"])[:_SHOWN]} if "text" in row else row for row in page]
     emit(page, as_json, [table(shown) if shown else "no documents"])
 

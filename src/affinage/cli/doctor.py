@@ -1,16 +1,13 @@
 """The verb `doctor`: what this machine has, and which packages are missing."""
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
 
-import affinage
 from affinage.cli.options import RUNS, JsonOption, RunsOption, app
 from affinage.cli.output import emit
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "sentencepiece", "lm-eval")
 _OPTIONAL = {  # package: (what needs it, the extra that installs it, files that are there on a machine that needs it)
     "torch": ("export --verify", "verify", ()),
     "ray": ("data.executor: ray, and launch --on ray", "ray", ()),
@@ -27,6 +24,7 @@ def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """
     from affinage.hardware.chips import chip
     from affinage.hardware.devices import acquire
+    from affinage.pipeline.store import versions
 
     place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
     machine = {
@@ -41,12 +39,9 @@ def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
         for package, (purpose, extra, files) in _OPTIONAL.items()
         if importlib.util.find_spec(package) is None
     ]
-    versions = {"affinage": affinage.__version__, "python": platform.python_version()}
-    versions |= {name: importlib.metadata.version(name) for name in _PACKAGES}
-    devices = [
-        {"platform": device.platform, "kind": device.device_kind}
-        | {"bfloat16_flops": chip(device.device_kind).flops_per_device}
-        | {"memory_bytes": chip(device.device_kind).memory_bytes}
-        for device in acquire()
-    ]
-    emit({"devices": devices, "machine": machine, "versions": versions, "missing": missing}, as_json)
+    devices = []
+    for device in acquire():
+        known = chip(device.device_kind)
+        facts = {"platform": device.platform, "kind": device.device_kind, "bfloat16_flops": known.flops_per_device}
+        devices.append(facts | {"memory_bytes": known.memory_bytes})
+    emit({"devices": devices, "machine": machine, "versions": versions(), "missing": missing}, as_json)

@@ -2,14 +2,10 @@
 
 import os
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, app, load, warn
 from affinage.cli.output import described, emit
-
-if TYPE_CHECKING:
-    from affinage.config.recipe import Recipe
 
 _UNKNOWN_CHARACTERS = 256  # the size of `vocab: auto` before the characters of the text have been counted
 _COLUMNS = ("name", "kind", "repeat", "shape", "parameters", "flops", "training_flops", "inputs")
@@ -24,15 +20,21 @@ def graph(
     Example: affinage graph julian-600m
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
-    loaded = load(recipe, overrides, runs, lenient=True)
+    loaded, run = load(recipe, overrides, runs, lenient=True)
     from affinage.model.analysis import parameters, summary_table
     from affinage.model.graph import parse
     from affinage.model.layer import SEQUENCE
-    from affinage.pipeline.models import resolve
     from affinage.registry import load_plugins
+    from affinage.results import TokenizerResult, read_result
 
     load_plugins(loaded)
-    vocabulary = _vocabulary(loaded.recipe, resolve(recipe, runs).run or runs / loaded.recipe.name)
+    result = read_result((run or runs / loaded.recipe.name) / "train-tokenizer", TokenizerResult)
+    settings, vocabulary = loaded.recipe.tokenizer, result.vocabulary if result else None  # what `vocab: auto` is
+    if settings.kind == "bpe":
+        vocabulary = settings.vocab_size
+    elif not vocabulary:
+        vocabulary = _UNKNOWN_CHARACTERS
+        warn(f"`vocab: auto` is shown as {vocabulary} until `affinage data` has counted the characters")
     model = parse(loaded.recipe.model, loaded.locate, vocabulary=vocabulary)
     context = loaded.recipe.packing.seq_len
     facts: dict[str, Any] = {
@@ -42,16 +44,3 @@ def graph(
     }
     shown = [{key: row[key] for key in _COLUMNS} for row in facts["nodes"]]
     emit(facts, as_json, described(facts | {"nodes": shown}))
-
-
-def _vocabulary(recipe: "Recipe", run: Path) -> int:
-    """The size that `vocab: auto` stands for."""
-    from affinage.results import TokenizerResult, read_result
-
-    if recipe.tokenizer.kind == "bpe":
-        return recipe.tokenizer.vocab_size
-    result = read_result(run / "train-tokenizer", TokenizerResult)
-    if result and result.vocabulary:
-        return result.vocabulary
-    warn(f"`vocab: auto` is shown as {_UNKNOWN_CHARACTERS} until `affinage data` has counted the characters")
-    return _UNKNOWN_CHARACTERS

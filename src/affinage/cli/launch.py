@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,6 +13,7 @@ from affinage.cli import options
 from affinage.cli.options import app, load, opt
 
 if TYPE_CHECKING:
+    from affinage.cluster.launch import WorkerGroup
     from affinage.config.load import LoadedRecipe
 
 
@@ -44,24 +45,18 @@ def launch(
 
     affinage launch my.yaml --on ray --processes 4 --address auto --runs /mnt/shared/runs
     """
-    loaded = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
-    from affinage.cluster.launch import FailureConfig, Start, start_local, supervise
-    from affinage.pipeline.models import RECIPE, resolve
+    loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
+    from affinage.cluster.launch import start_local, supervise
+    from affinage.pipeline.models import RECIPE
 
-    run = resolve(recipe, runs).run
     file = (loaded.path if run is None else run / RECIPE).resolve()
     words = ["run", str(file), "--runs", str(runs.absolute())]
     for option, values in (("--set", overrides), ("--until", until)):
         words += [word for value in values or () for word in (option, value)]
-    lock = threading.Lock()
-
-    def write(line: str) -> None:
-        with lock:  # a whole line, from whichever thread
-            typer.echo(line)
-
+    write = partial(print, flush=True)
     with contextlib.ExitStack() as cleanup:
         if on == "local":
-            start: Start = partial(start_local, workers=processes, devices=devices, say=write)
+            start: Callable[..., WorkerGroup] = partial(start_local, workers=processes, devices=devices, say=write)
         else:
             from affinage.cluster.ray_launch import RayLauncher
 
@@ -75,7 +70,8 @@ def launch(
             )
             cleanup.callback(launcher.close)
             start = launcher.start
-        status = supervise(start, words, FailureConfig(max_preemptions, max_failures), grace=grace, say=write)
+        limits = {"max_preemptions": max_preemptions, "max_failures": max_failures}
+        status = supervise(start, words, **limits, grace=grace, say=write)
     raise typer.Exit(status)
 
 

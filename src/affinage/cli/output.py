@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.filesize import decimal
+
 from affinage.durations import duration
 from affinage.errors import plain
 
@@ -82,48 +84,35 @@ def _title(key: str) -> str:
     return plain(str(key)).removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
 
 
+_UNITS: dict[str, Callable[[Any], str]] = {"bytes": decimal, "seconds": duration, "flops": "{:.3g}".format}
+
+
 def _in_words(key: str, value: Any) -> str:
-    unit = next((form for ending, form in _UNITS.items() if key.endswith(ending)), None)
+    if value is None or isinstance(value, bool):
+        return {None: "–", True: "yes", False: "no"}[value]
     if isinstance(value, Mapping):
-        return ", ".join(f"{plain(str(name))} {_in_words(key if unit else name, each)}" for name, each in value.items())
+        has_unit = key.endswith((*_UNITS,))
+        return ", ".join(f"{plain(str(at))} {_in_words(key if has_unit else at, each)}" for at, each in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(_in_words(key, each) for each in value)
-    if unit and isinstance(value, int | float) and not isinstance(value, bool):
-        return unit(value)
-    return plain(_cell(value))
-
-
-def size(count: float) -> str:
-    """A number of bytes for people, in decimal units: 512 B, 1.5 MB, 20 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            break
-        count, unit = count / 1000, "TB"
-    return f"{count:.3g} {unit}"
-
-
-_UNITS: dict[str, Callable[[float], str]] = {"bytes": size, "seconds": duration, "flops": "{:.3g}".format}
+    if not isinstance(value, int | float):
+        return plain(str(value))
+    for ending, form in _UNITS.items():
+        if key.endswith(ending):
+            return form(value)
+    whole = isinstance(value, int) or abs(value) >= 1000
+    return f"{value:,.0f}" if whole and abs(value) < _LONG else f"{value:.4g}"
 
 
 def _drawn(table: Table) -> Any:
     from rich.table import Table as RichTable
 
-    drawn = RichTable(box=None, pad_edge=False)
-    drawn.show_header = any(table.columns)
+    drawn = RichTable(box=None, pad_edge=False, show_header=any(table.columns))
     for place, title in enumerate(table.columns):
         drawn.add_column(title, justify="left" if place in table.left else "right", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*map(_cell, row))
+        drawn.add_row(*(_in_words("", cell) for cell in row))
     return drawn
-
-
-def _cell(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "–", True: "yes", False: "no"}[value]
-    if not isinstance(value, int | float):
-        return str(value)
-    whole = isinstance(value, int) or abs(value) >= 1000
-    return f"{value:,.0f}" if whole and abs(value) < _LONG else f"{value:.4g}"
 
 
 @functools.cache

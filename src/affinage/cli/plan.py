@@ -12,17 +12,14 @@ from affinage.cli.options import app, load, opt
 from affinage.cli.output import Table, counted, emit, table, working
 from affinage.durations import duration
 from affinage.errors import UserError
+from affinage.hardware.chips import Slice, find_slice, memory_text
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
-    from affinage.hardware.slices import Slice
     from affinage.model import Graph
     from affinage.planning.compiled import Attempt, CompileReport
     from affinage.planning.plan import Plan, Training
 
-    View = Iterator[str | Table]
-
-_DATA = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # the steps that prepare training data
 _BEST = 3  # settings that --search prints
 _ON = "By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu."
 
@@ -62,8 +59,6 @@ def plan(
     affinage plan capacity --on v4-128 --width 10240
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
-    from affinage.hardware.slices import find_slice
-
     modes: dict[str, Any] = {"--which": which, "--width": width, "--curve": curve, "--search": search}
     modes |= {"--compile": compile_step and not (search or width), "--on": which and on}
     names = [name for name, wanted in modes.items() if wanted]
@@ -76,7 +71,8 @@ def plan(
     planned = _planned(recipe, overrides, training, runs)
     from affinage.planning.plan import default_slice, make_plan
 
-    where = named or default_slice(planned.loaded.recipe)
+    loaded, graph = planned.loaded.recipe, planned.graph
+    where = named or default_slice(loaded)
     if which:
         _which(planned, as_json)
     elif width is not None:
@@ -85,7 +81,7 @@ def plan(
         from affinage.planning.search import curve as scaled
 
         facts, rows = [], []
-        for made, efficiency in scaled(planned.loaded.recipe, planned.graph, curve, where):
+        for made, efficiency in scaled(loaded, graph, curve, where):
             facts.append(made.to_dict() | {"efficiency": efficiency, "why": made.time.shares})
             rows.append(_row(made, *"slice chips rows mesh step tokens/s MFU total cost".split()))
             rows[-1] |= {"of ideal": f"{efficiency:.0%}", "a step is": made.time.shares}
@@ -93,10 +89,10 @@ def plan(
     elif search:
         _search(planned, where, compile_step, as_json)
     else:
-        made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
+        made = make_plan(loaded, graph, where, planned.data_tokens)
         report = planned.compiled(where) if compile_step else None
-        view = _plan_view(made, report, planned.extent)
-        emit(made.to_dict() | ({"compiled": vars(report)} if report else {}), as_json, view)
+        compiled = {"compiled": vars(report)} if report else {}
+        emit(made.to_dict() | compiled, as_json, _plan_view(made, report, planned.extent))
 
 
 @dataclass(frozen=True)
@@ -107,18 +103,11 @@ class _Planned:
     file: str
     overrides: list[str]
     loaded: "LoadedRecipe"
-    section: "Training"
     graph: "Graph"
     data_tokens: int | None
+    extent: str  # what of the recipe is planned, and what is not
 
-    @property
-    def extent(self) -> str:
-        """What of the recipe is planned, and what is not."""
-        others = ["the data"] if self.loaded.recipe.data is not None and self.data_tokens is None else []
-        others += [f"{each} (--training {each})" for each in self.loaded.recipe.trainings if each != self.section]
-        return f"planned: {self.section}" + (f"; not planned: {', '.join(others)}" if others else "")
-
-    def compiled(self, where: "Slice", overrides: Sequence[str] = ()) -> "CompileReport":
+    def compiled(self, where: Slice, overrides: Sequence[str] = ()) -> "CompileReport":
         """The compiler's report of a step, with further overrides."""
         from affinage.planning.compiled import compile_on
 
@@ -127,9 +116,9 @@ class _Planned:
 
 
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
-    loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
+    loaded, _ = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
     from affinage.config.load import load_recipe
-    from affinage.pipeline.models import RECIPE, resolve
+    from affinage.pipeline.models import RECIPE, ROWS, resolve
     from affinage.planning.plan import only, planned_graph, training_settings
     from affinage.registry import load_plugins
     from affinage.results import SequencesResult, TokenizerResult, read_result
@@ -149,18 +138,19 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     load_plugins(loaded)
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
-    packed = read_result(run / _DATA[section], SequencesResult)
+    packed = read_result(run / ROWS[section], SequencesResult)
     tokens = packed.train.tokens if packed and packed.train else None
-    return _Planned(name, file, changed, loaded, section, planned_graph(loaded), tokens)
+    others = ["the data"] if loaded.recipe.data is not None and tokens is None else []
+    others += [f"{each} (--training {each})" for each in loaded.recipe.trainings if each != section]
+    extent = f"planned: {section}" + (f"; not planned: {', '.join(others)}" if others else "")
+    return _Planned(name, file, changed, loaded, planned_graph(loaded), tokens, extent)
 
 
 # ---- one plan ----
 
 
-def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "View":
+def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Iterator[str | Table]:
     """What a training needs and takes, part by part, and the compiler's report; `extent` is the part of the recipe."""
-    from affinage.hardware.slices import memory_text
-
     where, facts, memory, time = made.where, made.facts, made.memory, made.time
     shape = "x".join(map(str, where.shape))
     chips = f"{where.chips} × {where.chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
@@ -182,24 +172,27 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> "Vi
     yield Table(("memory of a device", ""), [(name, memory_text(size)) for name, size in parts.items()])
     if report is not None:
         peak = memory_text(report.peak_bytes) if report.peak_bytes else "memory unknown"
-        verdict = f"fits, {peak}" if report.fits else f"does not fit, {peak}"
         off = f"the estimate is {memory.total / report.peak_bytes - 1:+.1%} off" if report.fits else report.message
-        yield f"compiler: {verdict} after {report.seconds:.0f} s; {off}"
+        verdict = "fits" if report.fits else "does not fit"
+        yield f"compiler: {verdict}, {peak} after {report.seconds:.0f} s; {off}"
         for name, counts in (("collectives", report.collectives), ("attention", report.attention)):
             if counts is not None:
                 yield f"  {name} in the program: {', '.join(f'{n} {kind}' for kind, n in counts.items()) or 'none'}"
     yield ""
-    rows: list[Sequence[Any]] = []
-    for node in time.nodes:
-        seconds = (node.compute, node.memory, node.hidden, node.exposed, node.seconds)
-        rows += [(node.name, *(f"{part:.4f}" for part in seconds), node.bound)] if node.seconds else []
-    update = f"{time.update:.4f}"
-    rows.append(("update of the weights", "", update, "", "", update, "memory"))
-    others = {"sums over micro-batches": time.adding, "bubble": time.bubble}
-    rows += [(name, "", "", "", "", f"{spent:.4f}", "") for name, spent in others.items() if spent]
-    rows.append(("step", "", "", "", "", f"{time.seconds:.4f}", time.bound))
-    columns = ("seconds of a step", "compute", "memory", "links, hidden", "links, waited for", "takes", "bound by")
-    yield Table(columns, rows, left=(0, 6))
+    columns = {"compute": "compute", "memory": "memory", "launches": "launches", "hidden": "links, hidden"}
+    columns |= {"exposed": "links, waited for", "seconds": "takes"}
+    if where.platform != "gpu":
+        columns.pop("launches")
+    rows = [
+        (node.name, *(f"{getattr(node, part):.4f}" for part in columns), node.bound)
+        for node in time.nodes
+        if node.seconds
+    ]
+    others = {"update of the weights": time.update, "sums over micro-batches": time.adding, "bubble": time.bubble}
+    for name, spent in (others | {"step": time.seconds}).items():
+        if spent:
+            rows.append((name, *[""] * (len(columns) - 1), f"{spent:.4f}", time.bound if name == "step" else ""))
+    yield Table(("seconds of a step", *columns.values(), "bound by"), rows, left=(0, len(columns) + 1))
     mfu = "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
     cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour"
     source = f" ({made.price_source})" if cost else ""
@@ -218,13 +211,11 @@ def _mesh(sizes: Any) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
-def _dollars(amount: float | None) -> str:
-    return "" if amount is None else f"${amount:,.2f}" if amount < 1000 else f"${amount:,.0f}"
-
-
 def _row(made: "Plan", *columns: str) -> dict[str, Any]:
     """The cells of a plan in a table of plans, for some columns."""
-    from affinage.hardware.slices import memory_text
+
+    def dollars(amount: float | None) -> str:
+        return "" if amount is None else f"${amount:,.2f}" if amount < 1000 else f"${amount:,.0f}"
 
     cells = {
         "slice": made.where.name,
@@ -238,8 +229,8 @@ def _row(made: "Plan", *columns: str) -> dict[str, Any]:
         "tokens/s": f"{made.tokens_per_second:,.0f}",
         "MFU": f"{made.mfu:.0%}" if made.mfu else "",
         "total": duration(made.seconds),
-        "cost": _dollars(made.cost),
-        "of 1e9 tokens": _dollars(made.cost_per_billion),
+        "cost": dollars(made.cost),
+        "of 1e9 tokens": dollars(made.cost_per_billion),
         "bound by": made.time.bound,
     }
     return {column: cells[column] for column in columns}
@@ -255,47 +246,48 @@ def _which(planned: _Planned, as_json: bool) -> None:
     columns = ("slice", "chips", "fits", "of a device", "may take", "step", "tokens/s", "MFU", "total", "cost")
     rows = [_row(made, *columns, "of 1e9 tokens", "bound by") for made in plans]
     view: list[str | Table] = [f"{planned.loaded.recipe.name}; {planned.extent}\n", table(rows)]
-    view += [f"Left out: {where.name}: {error.what}" for where, error in refused]
+    view += [f"\nLeft out: {len(refused)} of {len(plans) + len(refused)} slices."] if refused else []
+    for setting in dict.fromkeys(error.where for _, error in refused):
+        names = ", ".join(where.name for where, error in refused if error.where == setting)
+        first = next(error for _, error in refused if error.where == setting)
+        view.append(f"  {setting}: {names}. The first of them: {first.what}. {first.fix}")
     emit({"plans": [made.to_dict() for made in plans], "refused": facts}, as_json, view)
 
 
 # ---- searches ----
 
 
-def _search(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
+def _search(planned: _Planned, where: Slice, compile_step: bool, as_json: bool) -> None:
     """Print the best settings, with the compiler's report of each where the step is compiled."""
     import yaml
 
-    from affinage.hardware.slices import memory_text
     from affinage.planning.search import search
 
     recipe = planned.loaded.recipe
     with working("searching") as progress:
-        found, candidates, estimated = search(recipe, planned.graph, where, _BEST, progress)
+        best, candidates, estimated = search(recipe, planned.graph, where, _BEST, progress)
     rows: list[dict[str, Any]] = []
-    best: list[dict[str, Any]] = []
+    facts: list[dict[str, Any]] = []
     paste = "The compiler refused all of them."
-    for candidate, made in reversed(found):  # so that the best one is pasted
-        row = {"mesh": _mesh(candidate.sizes), "micro-batches": candidate.micro_batches, "remat": candidate.remat}
-        row |= _row(made, "step", "MFU", "of a device", "may take", "bound by")
-        facts: dict[str, Any] = {"settings": candidate.settings(recipe), "plan": made.to_dict()}
+    for candidate, made in reversed(best):  # so that the best one is pasted
+        settings = candidate.settings(recipe)
+        rows.insert(0, {"mesh": _mesh(candidate.sizes), "micro-batches": candidate.micro_batches})
+        rows[0] |= {"remat": candidate.remat} | _row(made, "step", "MFU", "of a device", "may take", "bound by")
+        facts.insert(0, {"settings": settings, "plan": made.to_dict()})
         report = planned.compiled(where, candidate.overrides(recipe)) if compile_step else None
         if report is not None:
-            facts["compiled"] = vars(report)
-            row["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
+            facts[0]["compiled"] = vars(report)
+            rows[0]["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
         if report is None or report.fits:
-            lines = yaml.safe_dump(candidate.settings(recipe), sort_keys=False, default_flow_style=None)
+            lines = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
             paste = f"The best of them, to paste into the recipe:\n\n{lines.rstrip()}"
-        rows.insert(0, row)
-        best.insert(0, facts)
     ways = f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"
     counts = {"candidates": candidates, "estimated": estimated}
-    emit(counts | {"best": best}, as_json, [ways, table(rows), "\n" + paste])
+    emit(counts | {"best": facts}, as_json, [ways, table(rows), "\n" + paste])
 
 
-def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json: bool) -> None:
+def _capacity(planned: _Planned, where: Slice, width: int, tries: int, as_json: bool) -> None:
     """Print every attempt as it comes, and the largest model with its predicted step and the command that plans it."""
-    from affinage.hardware.slices import memory_text
     from affinage.pipeline.models import command
     from affinage.planning.compiled import FAX, capacity, shape
 
@@ -311,16 +303,14 @@ def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json
 
     settings = [*shape(width, where), *planned.overrides]
     tried, largest, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
-    seconds = made.time.seconds
-    facts = {"layers": largest.layers, "parameters": largest.parameters, "seconds": seconds}
-    attempts = [{**vars(each), "report": vars(each.report)} for each in tried]
+    facts = {"layers": largest.layers, "parameters": largest.parameters, "seconds": made.time.seconds}
     model = f"{largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"
-    view = [f"\n{where.name}: {model}; predicted: {seconds:.2f} s a step"]
+    view = [f"\n{where.name}: {model}; predicted: {made.time.seconds:.2f} s a step"]
     if (where.name, width) in FAX:  # its feed-forward width and heads are not published
-        parameters, fax_seconds = FAX[where.name, width]
+        parameters, seconds = FAX[where.name, width]
         facts["times_fax"] = largest.parameters / parameters
         times = f"{facts['times_fax']:.2f} times as many"
-        view.append(f"FAX reached {parameters / 1e9:.1f}B at {fax_seconds:.2f} s a step: {times}.")
+        view.append(f"FAX reached {parameters / 1e9:.1f}B at {seconds:.2f} s a step: {times}.")
     words = [word for each in chosen for word in ("--set", each)]
     view.append("\n" + command("plan", planned.name, "--on", where.name, *words))
-    emit(facts | {"overrides": chosen, "attempts": attempts}, as_json, view)
+    emit(facts | {"overrides": chosen, "attempts": [asdict(each) for each in tried]}, as_json, view)

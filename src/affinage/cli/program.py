@@ -5,7 +5,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -46,14 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is not None:
         _run(arguments)
         return
-    format_warning = warnings.formatwarning
-
-    def one_line(message: Any, category: type[Warning], *place: Any, **more: Any) -> str:
-        if issubclass(category, errors.UserWarned):  # a place in the code would not help a user
-            return f"Warning: {message}\n"
-        return format_warning(message, category, *place, **more)
-
-    warnings.formatwarning = one_line
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, category, *place, **more: (
+        f"Warning: {message}\n"  # a place in the code would not help a user
+        if issubclass(category, errors.UserWarned)
+        else before(message, category, *place, **more)
+    )
     with left_when_done():
         _run(sys.argv[1:])
 
@@ -67,27 +65,24 @@ def _run(arguments: Sequence[str]) -> None:
             print("Interrupted.", file=sys.stderr)
         raise
     except Exception as error:
-        message, status = _ending(error)
-        if len(words) < len(arguments) or not message:
+        stopped = isinstance(error, errors.Preempted)
+        mistake = _mistake_in(error)
+        if len(words) < len(arguments) or not (stopped or mistake):
             print(masked(traceback.format_exc()), file=sys.stderr)
-        if message:
-            print(message, file=sys.stderr)
-        sys.exit(status)
+        if stopped:
+            print(f"Stopped: {error}. Run the same command to resume.", file=sys.stderr)
+            sys.exit(errors.EXIT_PREEMPTED)
+        if mistake is not None:
+            print(f"Error: {mistake}", file=sys.stderr)
+        sys.exit(1 if mistake is None or isinstance(mistake, errors.TransientError) else errors.EXIT_USER_ERROR)
 
 
-def _ending(error: Exception) -> tuple[str, int]:
-    """The message and the exit status of an error; "" for a defect, which is shown by its traceback."""
-    if isinstance(error, errors.Preempted):
-        return f"Stopped: {error}. Run the same command to resume.", errors.EXIT_PREEMPTED
+def _mistake_in(error: Exception) -> errors.UserError | None:
+    """The message of an error that is no defect of affinage; None for a defect."""
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    mistake: errors.UserError | None
     if package in _EXTRAS:
         fix = f"Install it: pip install 'affinage[{_EXTRAS[package]}]'"
-        mistake = errors.UserError(f"this needs the package `{package}`", fix=fix)
-    elif isinstance(error, UnicodeError):
-        mistake = errors.UserError(f"this is not UTF-8: {error}", fix="Convert it: iconv -f latin1 -t utf-8 FILE")
-    else:
-        mistake = error if isinstance(error, errors.UserError) else errors.of_the_machine(error)
-    if mistake is None:
-        return "", 1
-    return f"Error: {mistake}", 1 if isinstance(mistake, errors.TransientError) else errors.EXIT_USER_ERROR
+        return errors.UserError(f"this needs the package `{package}`", fix=fix)
+    if isinstance(error, UnicodeError):
+        return errors.UserError(f"this is not UTF-8: {error}", fix="Convert it: iconv -f latin1 -t utf-8 FILE")
+    return error if isinstance(error, errors.UserError) else errors.of_the_machine(error)

@@ -31,25 +31,10 @@ def run(
     run_pipeline(recipe, PipelineOptions(overrides, runs, force, dry_run, as_json), until or ())
 
 
-def verb_until(steps: Sequence[str], name: str, help: str, group: typer.Typer = app) -> None:
-    """Register a verb that runs a recipe up to those of `steps` that it has."""
+def verb_until(steps: Sequence[str], data: str, name: str, help: str, group: typer.Typer = app) -> None:
+    """Register a verb that runs a recipe up to those of `steps` that it has, or shows the rows of its step `data`."""
 
     @group.command(name, help=help)
-    def verb(
-        recipe: RecipeArgument,
-        overrides: options.SetOption = None,
-        runs: options.RunsOption = options.RUNS,
-        force: options.ForceOption = None,
-        dry_run: options.DryRunOption = False,
-        as_json: options.JsonOption = False,
-    ) -> None:
-        run_pipeline(recipe, PipelineOptions(overrides, runs, force, dry_run, as_json), steps, any_of=True)
-
-
-def _tuning_verb(data: str, name: str, help: str) -> None:
-    """Register a verb that runs a recipe up to the tuning `name`, or shows the rows of its step `data`."""
-
-    @app.command(name, help=help)
     def verb(
         recipe: RecipeArgument,
         show: Annotated[int | None, opt("Only prepare the data, and show N examples.", min=1, metavar="N")] = None,
@@ -60,7 +45,7 @@ def _tuning_verb(data: str, name: str, help: str) -> None:
         as_json: options.JsonOption = False,
     ) -> None:
         settings = PipelineOptions(overrides, runs, force, dry_run, as_json)
-        folder = run_pipeline(recipe, settings, (data if show else name,))
+        folder = run_pipeline(recipe, settings, (data,) if show else steps, any_of=True)
         if show and not dry_run:
             with only_data_on_stdout(as_json):
                 _show_examples(folder / data, show)
@@ -68,17 +53,20 @@ def _tuning_verb(data: str, name: str, help: str) -> None:
 
 verb_until(
     ("pretrain",),
+    "tokenize",
     "train",
-    "Run up to the end of pretraining: `run --until pretrain`.\n\n"
+    "Run up to the end of pretraining: `run --until pretrain`; or show what it would be trained on.\n\n"
     "Example: affinage train quickstart --set pretrain.steps=200",
 )
-_tuning_verb(
+verb_until(
+    ("sft",),
     "sft-data",
     "sft",
     "Run up to the end of supervised fine-tuning: `run --until sft`; or show what it would be trained on.\n\n"
     "Example: affinage sft quickstart --show 3",
 )
-_tuning_verb(
+verb_until(
+    ("dpo",),
     "preference-data",
     "dpo",
     "Run up to the end of direct preference optimization: `run --until dpo`; or show its pairs.\n\n"
@@ -156,13 +144,7 @@ def report(
 
 
 def run_pipeline(
-    name: str,
-    settings: PipelineOptions,
-    until: Sequence[str],
-    *,
-    any_of: bool = False,
-    only: Sequence[str] = (),
-    quiet: bool = False,
+    name: str, settings: PipelineOptions, until: Sequence[str], *, any_of: bool = False, only: Sequence[str] = ()
 ) -> Path:
     """Run the steps of a recipe, or of a run's recipe, and show them as they run. Returns the run's folder.
 
@@ -171,39 +153,35 @@ def run_pipeline(
         settings: options of the command line.
         until: names of steps.
         any_of: leave out those of `until` that the recipe does not have, as long as it has one of them.
-        only: the steps that may run, if any are named; if others are not complete, the command that runs them is the
-            error's fix.
-        quiet: print no result at the end.
+        only: the steps that may run, and print no result at the end, if any are named; if others are not complete, the
+            command that runs them is the error's fix.
     """
     from affinage.stopping import StopSignals, without_readers
 
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
-        from affinage.pipeline.models import command, resolve
-
-        loaded = load(name, settings.overrides, settings.runs)
-        run_folder = resolve(name, settings.runs).run
+        loaded, run_folder = load(name, settings.overrides, settings.runs)
         runs = settings.runs if run_folder is None else run_folder.parent  # a run named by its path is run where it is
-        from affinage.api import prepare_process, write_report
         from affinage.cli.watch import Watch, show_plan, show_result, warn_of
         from affinage.cluster.processes import init_distributed
-        from affinage.pipeline.build import build_steps
+        from affinage.pipeline.build import build_steps, prepare_process
+        from affinage.pipeline.models import command
         from affinage.pipeline.runner import PipelineRunner
 
-        steps = build_steps(loaded, write_report)
+        steps, recipe = build_steps(loaded), loaded.recipe
         if not steps:
             what = "this recipe has no `data` section, so there is nothing to run"
             raise UserError(what, where=str(loaded.path), fix=f"`{command('graph', name)}` shows its model.")
         if any_of:
             until = [step for step in until if step in {each.name for each in steps}] or until
         runner = PipelineRunner(loaded, runs, steps, until=until, force=settings.force or ())
-        prepare_process(loaded)
+        prepare_process(recipe)
         if settings.dry_run:
             plan = runner.plan()
             runner.check(plan)
             show_plan(plan, settings.as_json)
             warn_of(plan)
             return runner.folder
-        heartbeat = loaded.recipe.runtime.heartbeat_timeout
+        heartbeat = recipe.runtime.heartbeat_timeout
         with init_distributed(heartbeat) as processes, only_data_on_stdout(settings.as_json):
             if not processes.first:
                 runner.follow()
@@ -218,13 +196,12 @@ def run_pipeline(
             with processes.all_at_work():  # the mesh is of all their devices
                 runner.check(plan)
             warn_of(plan)
-            pretrain, tokens = loaded.recipe.pretrain, loaded.recipe.pretrain_tokens
-            if pretrain is not None and tokens is not None and "pretrain" in waiting:
-                screen().print(f"pretrain: {pretrain.steps:,} steps, {tokens:,} tokens", highlight=False)
-            with Watch() as watch:
-                runner.run(watch)
-        if not quiet:
-            show_result(runner, plan, watch.seconds, settings.as_json)
+            if recipe.pretrain is not None and recipe.pretrain_tokens is not None and "pretrain" in waiting:
+                tokens = f"pretrain: {recipe.pretrain.steps:,} steps, {recipe.pretrain_tokens:,} tokens"
+                screen().print(tokens, highlight=False)
+            seconds = runner.run(Watch())
+        if not only:
+            show_result(runner, plan, seconds, settings.as_json)
         return runner.folder
 
 
@@ -240,4 +217,4 @@ def run_own_steps(name: str, settings: PipelineOptions, section: str, steps: Seq
         check_complete(target, settings.runs)
         if recorded(run_of(target, settings.runs)).get(section) is None:
             raise UserError(f"the recipe of this run has no `{section}`", where=name, fix=instead)
-    return run_pipeline(name, settings, steps, any_of=True, only=steps, quiet=True)
+    return run_pipeline(name, settings, steps, any_of=True, only=steps)

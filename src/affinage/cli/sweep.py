@@ -31,20 +31,19 @@ def sweep(
 
     Example: affinage sweep quickstart --set 'sweep={pretrain.steps: [600, 1200], sft.steps: [200, 400]}'
     """
-    base = load(recipe, overrides, runs)
-    from affinage.api import prepare_process
+    base, run = load(recipe, overrides, runs)
     from affinage.cli.watch import Watch
     from affinage.data.json_files import write_json
-    from affinage.pipeline.models import RECIPE, resolve
+    from affinage.pipeline.build import prepare_process
+    from affinage.pipeline.models import RECIPE
     from affinage.pipeline.runner import points
     from affinage.stopping import StopSignals, without_readers
 
-    run = resolve(recipe, runs).run
     grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
     if dry_run:
         emit(_planned(grid, runs), as_json)
         return
-    prepare_process(base)
+    prepare_process(base.recipe)
     folder = runs / base.recipe.name
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
         for point in grid:  # all of them first: a mistake in the last is not found after days of the others
@@ -60,8 +59,7 @@ def sweep(
             screen().print(f"--- {point.number} of {len(grid)}: {_settings(point)}", markup=False)
             failure = {}
             try:
-                with Watch() as watch:
-                    _runner(point, runs).run(watch)
+                _runner(point, runs).run(Watch())
             except TransientError:
                 raise
             except UserError as error:
@@ -75,11 +73,10 @@ def sweep(
 
 
 def _runner(point: "Point", runs: Path) -> "PipelineRunner":
-    from affinage.api import write_report
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.runner import PipelineRunner
 
-    return PipelineRunner(point.loaded, runs, build_steps(point.loaded, write_report))
+    return PipelineRunner(point.loaded, runs, build_steps(point.loaded))
 
 
 def _planned(grid: "list[Point]", runs: Path) -> list[dict[str, Any]]:

@@ -53,18 +53,6 @@ class WorkerExit:
         return f"{name} {words.get(self.status, f'ended with status {self.status}')}"
 
 
-@dataclass(frozen=True)
-class FailureConfig:
-    """How often a run is started again before it is given up."""
-
-    max_preemptions: int = 1000  # a worker was preempted, saved, and left with status 75
-    max_failures: int = 10  # a worker was killed or failed, or the workers could not be started
-    reset_after: float = 3600.0  # seconds: both are counted from zero after a start that lasted this long
-
-
-# ---- the processes of one start ----
-
-
 class Worker(Protocol):
     """A process of a group, on this machine or another one."""
 
@@ -72,15 +60,12 @@ class Worker(Protocol):
 
     def news(self) -> tuple[list[str], int | None]:
         """Return the lines since the last call, and the exit status once it has ended and all lines were returned."""
-        ...
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal, if it runs."""
-        ...
 
     def kill(self) -> None:
         """Kill it with all that it has started; fine if it has ended."""
-        ...
 
 
 class WorkerGroup:
@@ -168,24 +153,21 @@ def start_processes(
 ) -> WorkerGroup:
     """Start a command in processes of this machine, whose coordinator listens on the loopback address."""
     processes: list[WorkerProcess] = []
-    with contextlib.ExitStack() as undo:
-        port, coordinator = reserved_port()
-        undo.callback(port.close)
+    port, coordinator = reserved_port()
+    try:
         for worker in range(workers):
             place = {COORDINATOR: coordinator, NUM_PROCESSES: str(workers), PROCESS_ID: str(worker)}
             processes.append(WorkerProcess(command, {**environment, **place}))
-            undo.callback(processes[-1].kill)
-        undo.pop_all()
+    except BaseException:
+        WorkerGroup(processes, say, port.close).kill()
+        raise
     return WorkerGroup(processes, say, port.close)
 
 
 def start_local(command: Sequence[str], *, workers: int, devices: int | None = None, say: Print = print) -> WorkerGroup:
-    """Start a command of `affinage`, e.g. ["run", "recipe.yaml"], in processes of this machine.
-
-    `devices` of each process are played by its CPU; None: whatever JAX finds.
-    """
-    environment = {**os.environ, **cpu_devices(devices)}
-    return start_processes([sys.executable, "-m", "affinage", *command], environment, workers, say)
+    """Start a command of `affinage`, e.g. ["run", "recipe.yaml"], in processes whose CPUs play `devices`, if given."""
+    words = [sys.executable, "-m", "affinage", *command]
+    return start_processes(words, os.environ | cpu_devices(devices), workers, say)
 
 
 def reserved_port(address: str = "127.0.0.1") -> tuple[socket.socket, str]:
@@ -207,32 +189,31 @@ def cpu_devices(devices: int | None) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": _THREADS}
 
 
-# ---- starting them again ----
-
-# Starts the arguments of `affinage`, e.g. ["run", "recipe.yaml"], in every worker, or in none.
-Start = Callable[[Sequence[str]], WorkerGroup]
-
-
 def supervise(
-    start: Start,
+    start: Callable[[Sequence[str]], WorkerGroup],
     command: Sequence[str],
-    failures: FailureConfig,
     *,
+    max_preemptions: int = 1000,
+    max_failures: int = 10,
+    reset_after: float = 3600.0,
     grace: float = 35.0,
     say: Print = print,
 ) -> int:
-    """Run a command of `affinage` in all workers until it is done, starting them all again when one is lost.
+    """Run a command of `affinage`, e.g. ["run", "recipe.yaml"], in all workers until it is done; `start` starts them.
 
-    SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have
-    `grace` seconds to save, and nothing is started again. Nothing that was started runs afterwards. An error of the
-    first start is raised, a later one is a failure.
+    When one is lost all start again: `max_preemptions` times after one was preempted, saved, and left with status 75;
+    `max_failures` times after one was killed or failed, or could not be started. Both are counted from zero after a
+    start that lasted `reset_after` seconds. An error of the first start is raised.
+
+    SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have `grace` seconds to save in, and nothing is
+    started again. Nothing that was started runs afterwards.
 
     Returns:
         The exit status for this process: 0 done, 2 a mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
     """
-    allowed = {"preemptions": failures.max_preemptions, "failures": failures.max_failures}
-    used, started_once, received = dict.fromkeys(allowed, 0), False, list[signal.Signals]()
-    starting = False
+    allowed = {"preemptions": max_preemptions, "failures": max_failures}
+    used, received = dict.fromkeys(allowed, 0), list[signal.Signals]()
+    group, starting = None, False
 
     def receive(number: int, frame: FrameType | None) -> None:
         nonlocal starting
@@ -247,20 +228,20 @@ def supervise(
             try:
                 starting = True
                 group = start(command)
-                starting, started_once = False, True
+                starting = False
                 decisive = _watch(group, received, grace)
                 reason, status = str(decisive), decisive.status
             except Exception as error:
-                if not started_once:
-                    raise
                 starting = False
+                if group is None:
+                    raise
                 reason, status = masked(f"{type(error).__name__}: {first_line(error)}"), 1
             if received:
                 return status if status in (0, EXIT_INTERRUPTED) else EXIT_PREEMPTED
             if status in (0, EXIT_USER_ERROR):
                 return status
             lasted = time.monotonic() - began
-            if lasted >= failures.reset_after:
+            if lasted >= reset_after:
                 used = dict.fromkeys(used, 0)
             kind = "preemptions" if status == EXIT_PREEMPTED else "failures"
             used[kind] += 1
@@ -294,6 +275,5 @@ def _watch(group: WorkerGroup, received: Sequence[signal.Signals], grace: float)
         group.kill()
     exits += group.exits(0.0)
     # The first worker that ended badly by itself: JAX aborts the others (SIGABRT) when it loses one.
-    bad = [each for each in exits if each.status != 0]
-    own = [each for each in bad if each.status != -signal.SIGABRT]
-    return next(iter(own or bad or exits), WorkerExit(0, -signal.SIGKILL))
+    order = {0: 2, -signal.SIGABRT: 1}
+    return min(exits, key=lambda each: order.get(each.status, 0), default=WorkerExit(0, -signal.SIGKILL))

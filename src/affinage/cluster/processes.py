@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -86,12 +87,21 @@ class Processes:
         """
         if self.count == 1:
             return value
+        from jax.errors import JaxRuntimeError
+
         key, number = self._key("broadcast", name)
+        text = json.dumps(value) if self.first else ""
         if self.first:
-            text = json.dumps(value)
             self._client.key_value_set(key, text)
-        else:
-            text = self._wait_for(key, name, seconds)
+        until = float("inf") if seconds is None else time.monotonic() + seconds
+        while not text:
+            try:
+                text = str(self._client.blocking_key_value_get(key, int(1000 * _SLICE)))
+            except JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise ProcessLost(f"process 0 cannot be reached: {first_line(error)}") from error
+                if time.monotonic() >= until:
+                    raise ProcessLost(f"process 0 has not announced `{name}` within {seconds:g} s") from error
         self._stale.append(key)
         if number % _BROADCASTS_A_BARRIER == 0:
             self.barrier(name)
@@ -122,22 +132,10 @@ class Processes:
             self._client.key_value_delete(stale)
         self._stale.clear()
 
-    def _wait_for(self, key: str, name: str, seconds: float | None) -> str:
-        from jax.errors import JaxRuntimeError
-
-        until = float("inf") if seconds is None else time.monotonic() + seconds
-        while time.monotonic() < until:
-            try:
-                return str(self._client.blocking_key_value_get(key, int(1000 * _SLICE)))
-            except JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise ProcessLost(f"process 0 cannot be reached: {first_line(error)}") from error
-        raise ProcessLost(f"process 0 has not announced `{name}` within {seconds:g} s")
-
     def _key(self, kind: str, name: str) -> tuple[str, int]:
-        self._calls[f"{kind}/{name}"] += 1  # by name, as threads may call this in another order
-        number = self._calls[f"{kind}/{name}"]
-        return f"affinage/{kind}/{name}/{number}", number
+        call = f"affinage/{kind}/{name}"
+        self._calls[call] += 1  # by name, as threads may call this in another order
+        return f"{call}/{self._calls[call]}", self._calls[call]
 
     @property
     def _client(self) -> Any:
@@ -159,16 +157,12 @@ def placement() -> Placement | None:
     Raises:
         UserError: for variables that are missing or contradict each other.
     """
-    coordinator = os.environ.get(COORDINATOR, "")
+    coordinator, count, index = (os.environ.get(name, "") for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID))
     if coordinator in ("", DETECT):
         return (_joined or Placement(DETECT)) if coordinator else None
-    try:
-        count, index = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
-        if coordinator.rpartition(":")[2].isdigit() and ":" in coordinator and 0 <= index < count:
-            return Placement(coordinator, count, index)
-    except (KeyError, ValueError):
-        pass
-    where = ", ".join(f"{name}={os.environ.get(name, '')}" for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID))
+    if re.fullmatch(r".*:\d+", coordinator) and count.isdecimal() and index.isdecimal() and int(index) < int(count):
+        return Placement(coordinator, int(count), int(index))
+    where = f"{COORDINATOR}={coordinator}, {NUM_PROCESSES}={count}, {PROCESS_ID}={index}"
     fix = f"Give each process {COORDINATOR}=ADDRESS:PORT (of process 0), {NUM_PROCESSES}=N and {PROCESS_ID}=0..N-1."
     raise UserError("these variables do not give this process its place", where=where, fix=fix)
 
@@ -199,7 +193,7 @@ def init_distributed(heartbeat_timeout: float = 30.0) -> Iterator[Processes]:
         yield Processes.current
         jax.distributed.shutdown()
     except BaseException:
-        skip_exit_handlers()  # the others may be in a collective that never ends
+        skip_exit_handlers.set()  # the others may be in a collective that never ends
         if Processes.current.first:
             time.sleep(_LAST_TO_LEAVE)
         raise

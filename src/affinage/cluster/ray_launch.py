@@ -16,27 +16,23 @@ from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from affinage.cluster.ray_cluster import connect
 from affinage.errors import UserError
 
-_TO_PLACE = 120.0  # seconds until the cluster must have room for the least number of workers
-_TO_SETTLE = 10.0  # seconds until it must have room for a number of them, before fewer are tried
+_TO_PLACE = 120.0  # seconds until the cluster must have room for the least number of workers ...
+_TO_SETTLE = 10.0  # ... and for a larger number, before fewer are tried
 _TO_ANSWER = 120.0  # seconds for an actor, of which the first has to import
 _TO_KILL = 20.0  # seconds
 _NEWS_EVERY = 0.5  # seconds
 
 
 class RayLauncher:
-    """Starts one worker on each machine of a Ray cluster that has what it needs.
+    """Starts `workers` on the machines of a Ray cluster, one on each, or at least `min_workers` if it has fewer.
+
+    `address` is that of a running cluster (`auto`, `HOST:6379`); "" starts one here, on the loopback address. Each has
+    `devices`, played by its CPU, or all accelerators of its machine. `files` (path here -> content) are put on every
+    machine that does not have the same, and words of the command that are such a path become the path there. `say`
+    takes the lines that workers print, each with the number of its worker before it. `program` are the words that run a
+    command; by default those of the machine's Python and the code that Ray has shipped.
 
     The process of a worker ends with its actor: with Ray's worker process, its raylet, its machine, or this driver.
-
-    Args:
-        workers: how many.
-        address: of a running cluster (`auto`, `HOST:6379`); "" starts one on this machine, on the loopback address.
-        min_workers: start with as few workers if the cluster has no more; None: all.
-        devices: of each worker, played by its CPU; None: all accelerators of a machine.
-        files: path here -> content, put on every machine that does not have the same; words of the command that are
-            such a path become the path there.
-        say: takes the lines that the workers print, each with the number of its worker before it.
-        program: words that run the command on a machine; default: its Python's affinage, with the code shipped by Ray.
     """
 
     def __init__(
@@ -88,9 +84,9 @@ class RayLauncher:
             "resources": {kind: count for kind, count in bundle.items() if kind == "TPU"},
             "max_concurrency": 4,  # calls at the same time
         }
-        actor = self._ray.remote(RemoteProcess)
+        actor = self._ray.remote(**options)(RemoteProcess)
         strategies = [PlacementGroupSchedulingStrategy(places, worker) for worker in range(workers)]
-        actors = [actor.options(**options, scheduling_strategy=strategy).remote() for strategy in strategies]
+        actors = [actor.options(scheduling_strategy=strategy).remote() for strategy in strategies]
         processes = [RayWorker(self._ray, actor) for actor in actors]
         group = WorkerGroup(processes, self._say, lambda: remove_placement_group(places))
         try:
@@ -99,8 +95,8 @@ class RayLauncher:
             starts = []
             for worker, (process, address) in enumerate(zip(processes, addresses, strict=True)):
                 process.where = address.rpartition(":")[0]
-                words = [*self._program, *command]
-                starts.append(actors[worker].start.remote(words, self._files, {**place, PROCESS_ID: str(worker)}))
+                words, number = [*self._program, *command], {PROCESS_ID: str(worker)}
+                starts.append(process.actor.start.remote(words, self._files, place | number))
             self._ray.get(starts, timeout=_TO_ANSWER)
         except BaseException:
             group.kill()
@@ -116,12 +112,12 @@ class RayWorker:
     """See `affinage.cluster.launch.Worker`."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray, self._actor, self.where = ray, actor, ""
-        self._answer: Any = None  # to the last question for news
+        self.actor, self.where = actor, ""
+        self._ray, self._answer = ray, None  # to the last question for news
 
     def news(self) -> tuple[list[str], int | None]:
         """See `Worker`."""
-        self._answer = self._answer or self._actor.news.remote()
+        self._answer = self._answer or self.actor.news.remote()
         if not self._ray.wait([self._answer], timeout=0)[0]:
             return [], None
         answer, self._answer = self._answer, None
@@ -133,20 +129,19 @@ class RayWorker:
 
     def send(self, number: signal.Signals) -> None:
         """See `Worker`."""
-        self._actor.send.remote(number)
+        self.actor.send.remote(number)
 
     def kill(self) -> None:
         """See `Worker`."""
         with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.get(self._actor.kill.remote(), timeout=_TO_KILL)
-        self._ray.kill(self._actor)
+            self._ray.get(self.actor.kill.remote(), timeout=_TO_KILL)
+        self._ray.kill(self.actor)
 
 
 class RemoteProcess:
-    """The actor on a machine of the cluster."""
+    """The actor on a machine of the cluster. What is called before `start` fails."""
 
-    def __init__(self) -> None:
-        self._process: WorkerProcess | None = None
+    _process: WorkerProcess
 
     def reserve_port(self) -> str:
         """Return ADDRESS:PORT of this machine, for process 0 to listen on."""
@@ -172,7 +167,6 @@ class RemoteProcess:
 
     def news(self) -> tuple[list[str], int | None]:
         """Return what `WorkerProcess.news` does, after waiting a little for some."""
-        assert self._process is not None
         until = time.monotonic() + _NEWS_EVERY
         while True:
             lines, status = self._process.news()
@@ -182,10 +176,8 @@ class RemoteProcess:
 
     def send(self, number: signal.Signals) -> None:
         """Send the process a signal."""
-        if self._process is not None:
-            self._process.send(number)
+        self._process.send(number)
 
     def kill(self) -> None:
         """Kill the process, if it runs."""
-        if self._process is not None:
-            self._process.kill()
+        self._process.kill()

@@ -58,4 +58,4 @@ class ParallelSettings(Settings):
     its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes. auto: the
     first of these that fits by the planner's estimate; before `full`, block inputs go to the host."""
     xla_flags: dict[str, bool | int | str] = {}
-    """Options of XLA by their names, besides those of `affinage.hardware.mesh`."""
+    """Options of XLA by their names, besides those of `affinage.parallel.strategy`."""

@@ -5,8 +5,8 @@ differences: the text of a message never becomes a control token, and there is n
 shards must be the same tomorrow.
 """
 
-import itertools
 import json
+import os
 import re
 import reprlib
 import threading
@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Integer
 
 from affinage.data.special_tokens import CONTROL_PIECES, IM_END, IM_START, Marks
 from affinage.errors import UserError
@@ -106,27 +107,6 @@ class ChatTemplate:
         return _PROBE in self._try([question, {**answer, REASONING: _PROBE}])
 
     @cached_property
-    def turn(self) -> tuple[str, str, str, str, str] | None:
-        """What is written between a question and its answer, after an answer before a question, and after the last one.
-
-        Also what of this is trained: before and after the content of an answer. None where turns differ, or where one
-        is written otherwise once another follows.
-        """
-        talk = _talk(*(f"{number}{_PROBE}{number}" for number in range(6)))
-        try:
-            text, spans = _answer(self, talk, 5)
-        except UserError:
-            return None
-        parts = re.split("|".join(each["content"] for each in talk), text)
-        prefixes = [self._try(talk[:n], add_generation_prompt=n % 2 == 1) for n in range(1, 6)]
-        if len(parts) != 7 or not all(prefix and text.startswith(prefix.rstrip()) for prefix in prefixes):
-            return None
-        between, after, tail = parts[1], parts[2], parts[6]
-        opening, _, closing = text[spans[0][0] : spans[-1][1]].partition(talk[5]["content"])
-        alike = parts[3:6] == [between, after, between] and between.endswith(opening) and after.startswith(closing)
-        return (between, after, tail, opening, closing) if alike else None
-
-    @cached_property
     def ends(self) -> tuple[int, ...]:
         """The control token that ends an answer; nothing where the template has none."""
         _, written, after = self._try(_talk("?", _PROBE)).rpartition(_PROBE)
@@ -196,35 +176,39 @@ def guarded(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: 
 
 def encode_conversation(
     messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, trained_from: int = 0
-) -> list[Encoded]:
+) -> Encoded:
     """Return the tokens of a conversation, and which of them are trained on.
 
-    In the tokenizer's template, which may make several texts of one conversation: see `_write_answers`. Or in ChatML,
-    what a text begins with (`<s>`) and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`. Trained are
-    the assistant's content and the token that ends it, from the message `trained_from` on, but for messages with
-    `train: False`. ChatML has no place for reasoning.
+    It is written in the tokenizer's template, where `_answers` finds what is trained. Or in ChatML: what a text begins
+    with (`<s>`) and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`; the assistant's content and the token
+    that ends it are trained. Messages before `trained_from` are not, nor those with `train: False`. ChatML has no place
+    for reasoning.
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
     safe = guarded(messages, tokenizer, system_prompt)
-    answers = [number for number, message in enumerate(safe) if message["role"] == "assistant"]
     first = trained_from + len(safe) - len(messages)
-    trained = [number for number in answers if number >= first and safe[number].get("train", True)]
+    trained = [number for number, message in enumerate(safe) if number >= first and is_trained(message)]
     if tokenizer.template is not None:
-        return [tokenizer.encode_rendered(*written) for written in _write_answers(tokenizer.template, safe, trained)]
+        text, blocks = tokenizer.template.render_blocks(safe)
+        return tokenizer.encode_rendered(text, _answers(tokenizer.template, safe, trained, text, blocks))
     ids, mask = tokenizer.encode_rendered(*_write_chatml(safe, trained, tokenizer))
-    return [([*tokenizer.opening, *ids], [False] * len(tokenizer.opening) + mask)]
+    return [*tokenizer.opening, *ids], [False] * len(tokenizer.opening) + mask
 
 
-def encode_documents(
+def is_trained(message: Message) -> bool:
+    """Return whether a message is an answer that the model is to learn."""
+    return message["role"] == "assistant" and message.get("train", True) is not False
+
+
+def encode_document(
     messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, trained_from: int = 0
-) -> list[Encoded]:
-    """Return a conversation as documents that see no other one in their rows; see `encode_conversation`."""
-    encoded = encode_conversation(messages, tokenizer, system_prompt, trained_from=trained_from)
+) -> Encoded:
+    """Return a conversation as a document that sees no other one in its row; see `encode_conversation`."""
+    tokens, trained = encode_conversation(messages, tokenizer, system_prompt, trained_from=trained_from)
     if tokenizer.fixed_ids and tokenizer.template is None:
-        return encoded
-    end = tokenizer.conversation_marks.end  # they need not begin with an id of their own
-    return [([*tokens, end], [*trained, False]) for tokens, trained in encoded]
+        return tokens, trained
+    return [*tokens, tokenizer.conversation_marks.end], [*trained, False]  # it need not begin with an id of its own
 
 
 def encode_prompt(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> list[int]:
@@ -237,9 +221,14 @@ def encode_prompt(messages: Sequence[Message], tokenizer: "Tokenizer", system_pr
     return [*tokenizer.opening, *tokenizer.encode_rendered(f"{text}{_START}assistant\n")[0]]
 
 
+def trained_runs(trained: Sequence[bool]) -> Integer[np.ndarray, "runs 2"]:
+    """Return where each run of trained tokens begins and ends."""
+    return np.flatnonzero(np.diff(np.array([0, *trained, 0], np.int8))).reshape(-1, 2)
+
+
 def unstopped_answers(tokens: Sequence[int], trained: Sequence[bool], stops: Sequence[int]) -> int:
     """Return how many runs of trained tokens hold no stop: a model learns from them to go on for ever."""
-    begins, ends = np.flatnonzero(np.diff(np.array([0, *trained, 0], np.int8))).reshape(-1, 2).T
+    begins, ends = trained_runs(trained).T
     before = np.concatenate([[0], np.cumsum(np.isin(np.asarray(tokens, np.int64), stops))])
     return int(np.count_nonzero(before[ends] == before[begins]))
 
@@ -265,87 +254,53 @@ def _write_chatml(messages: Sequence[Message], trained: Sequence[int], tokenizer
     return text, spans
 
 
-def _write_answers(template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int]) -> list[Written]:
-    """Return a conversation as texts, and the parts of each that are the answers of the messages `trained`.
-
-    Some templates write an earlier turn otherwise once another follows: most leave out its reasoning. Then one
-    conversation comes as several texts, and each answer is trained in the one that has it as the model would say it.
-    """
-    text, blocks = template.render_blocks(messages)
-    spans = _spans_at_once(template, messages, trained, text, blocks) if trained else []
-    if spans is not None:
-        return [(text, spans)]
-    answers = [_answer(template, messages, number) for number in trained]  # the text up to each, and its parts
-    texts: list[Written] = []
-    while answers:
-        here = [answer for answer in answers if text.startswith(answer[0][: answer[1][-1][1]])]
-        texts += [(text, [span for _, spans in here for span in spans])] if here else []
-        answers = [answer for answer in answers if answer not in here]
-        text = answers[-1][0] if answers else ""
-    return texts[::-1]
-
-
-def _spans_at_once(
+def _answers(
     template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int], text: str, blocks: Sequence[Span]
-) -> list[Span] | None:
-    """Return the answers of a conversation in linear time; None unless every turn of it has the same form."""
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if any(REASONING in message or "think>" in message["content"] for message in messages) or template.turn is None:
-        return None
-    if template.marks_answers:
-        if len(blocks) != len(answers):
-            return None
-        return [block for number, block in zip(answers, blocks, strict=True) if number in trained]
-    talk = messages[messages[0]["role"] == "system" :]
-    if [each["role"] for each in talk] != ["user", "assistant"] * len(answers):
-        return None
-    between, after, tail, opening, closing = template.turn
-    for contents in ([each["content"] for each in talk], [each["content"].strip() for each in talk]):  # some strip them
-        seams = [between, after] * (len(answers) - 1) + [between, tail]
-        parts = [part for pair in zip(contents, seams, strict=True) for part in pair]
-        if text.endswith("".join(parts)):
-            edges = list(itertools.accumulate(map(len, parts), initial=len(text) - sum(map(len, parts))))
-            places = zip(answers, edges[2::4], edges[3::4], strict=True)  # of the contents of the answers
-            return [(start - len(opening), end + len(closing)) for n, start, end in places if n in trained]
-    return None
+) -> list[Span]:
+    """Return the parts of a rendered conversation that are the answers of the messages `trained`.
 
-
-def _answer(template: ChatTemplate, messages: Sequence[Message], number: int) -> Written:
-    """Return the text up to the answer `number`, and the parts of it that are this answer.
-
-    Those are its {% generation %} blocks if the template has such, or else what it adds to the text by which the model
-    is asked for it, with the token that ends the turn.
+    Those are its {% generation %} blocks if the template has such. Otherwise an answer is what is added to the text by
+    which the model is asked for it, with the token that ends the turn; one that the template writes differently once
+    another turn follows, as most do with reasoning, is not trained.
     """
-    text, blocks = template.render_blocks(messages[: number + 1])
+    spans: list[Span] = []
     if template.marks_answers:
-        before = template.render(messages[:number]) if number else ""
-        begin = next((n for n, pair in enumerate(zip(before, text)) if pair[0] != pair[1]), min(len(before), len(text)))
-        spans = [block for block in blocks if block[0] >= begin]
-        earlier = sum(message["role"] == "assistant" for message in messages[:number])
-        if not spans or len(blocks) - len(spans) < earlier:
-            raise UserError(f"the chat template has no generation block for message {number + 1}", where=_WHERE)
-    else:
-        before = template.render(messages[:number], add_generation_prompt=True)
-        begin = len(before)
-        if not text.startswith(before):
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        edges = [begin for begin, _ in blocks]
+        if len(blocks) != len(answers):  # several for an answer, or one for the end of the text
+            before = (template.render(messages[:number]) if number else "" for number in answers)
+            edges = [len(os.path.commonprefix([prefix, text])) for prefix in before]  # noqa: RUF071 (characters)
+        for number, begin, end in zip(answers, edges, [*edges[1:], len(text) + 1], strict=True):
+            if number in trained:
+                own = [block for block in blocks if begin <= block[0] < end]
+                _check_written(messages, number, "".join(text[start:stop] for start, stop in own))
+                spans += own
+        return spans
+    for number in trained:
+        prompt = template.render(messages[:number], add_generation_prompt=True)
+        whole = text if number + 1 == len(messages) else template.render(messages[: number + 1])
+        if not whole.startswith(prompt):
             what = f"the chat template asks for message {number + 1} with another text than it writes before it"
             raise UserError(f"{what}: what the model would have said is a guess", where=_WHERE, fix=_MARK)
-        spans = [(begin, begin + _turn_end(text[begin:], template.tokenizer))]
-    if not all(word in text[begin:] for word in messages[number]["content"].split()[-1:]):
+        end = len(prompt) + _turn_end(whole[len(prompt) :], template.tokenizer)
+        _check_written(messages, number, whole[len(prompt) : end])
+        spans += [(len(prompt), end)] if text.startswith(whole[:end]) else []
+    return spans
+
+
+def _check_written(messages: Sequence[Message], number: int, answer: str) -> None:
+    if not all(word in answer for word in messages[number]["content"].split()[-1:]):
         fix = "Some want messages that are lists of texts and pictures; take one for texts."
         raise UserError(f"the chat template does not write what message {number + 1} says", where=_WHERE, fix=fix)
-    return text, spans
 
 
 def _turn_end(answer: str, tokenizer: "Tokenizer") -> int:
-    """Return where the turn ends: after the first of the control tokens that nothing but others and space follows."""
-    end, controls = len(answer), tokenizer.control_spans(answer)
-    for _, start, stop in reversed(controls):
-        if answer[stop:end].strip():
+    """Return where the turn ends: after the first group of control tokens that only others and white space follow."""
+    end = rest = len(answer)
+    for _, start, stop in reversed(tokenizer.control_spans(answer)):
+        if answer[stop:rest].strip():
             break
-        end = start
-    for _, start, stop in controls:
-        end = stop if start == end else end
+        end, rest = end if stop == rest else stop, start
     return end
 
 

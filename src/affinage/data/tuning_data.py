@@ -11,7 +11,8 @@ import math
 import shutil
 import time
 import warnings
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,6 @@ from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
 from affinage.data.order import shuffle_keys
 from affinage.data.overlap import strings_in
-from affinage.data.packing import best_fit
 from affinage.data.places import is_on_hub, unique
 from affinage.data.token_shards import FACTS, Document, find_shard_folders, finish_folder, open_shards, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
@@ -139,7 +139,7 @@ def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
 
 
 def _lines(task: TuningTask) -> Iterator[tuple[int, Example | UserError]]:
-    """Return the key of every line of a task and its content, an error where it cannot be used."""
+    """Yield the key of every line of a task and its content, an error where it cannot be used."""
     form = task.source.format if isinstance(task.settings, SftSettings) else "pair"
     for part, number, count in task.parts:
         for line in read_lines(part, task.opened, form, number, count):
@@ -175,19 +175,18 @@ def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict
     held_out: set[int] = set()
     for name, members in itertools.groupby(zip(tasks, read, strict=True), lambda member: member[0].name):
         (task, *_), results = zip(*members, strict=True)
-        keys = np.sort(np.array([key for result in results for key in result["keys"]], np.uint64))
-        keys = keys[~np.isin(keys, np.array([*in_benchmark], np.uint64))]
+        keys = sorted(key for result in results for key in result["keys"] if key not in in_benchmark)
         limit, last_held_out = task.largest_key, -1
-        if task.source.max_examples is not None:
+        if keys and task.source.max_examples is not None:
             keys = keys[: max(1, round(task.source.max_examples * task.settings.sample))]
-            limit = int(keys[-1]) if len(keys) else limit
-        # At least one line is held out, with all lines of the same content, unless none would be left to train on.
+            limit = keys[-1]
         share = task.settings.validation_fraction
-        if share and len(keys):
-            first = keys[keys <= keys[max(1, round(share * len(keys))) - 1]]
+        if keys and share:
+            # At least one line is held out, with all lines of the same content, unless none would be left to train on.
+            first = keys[: bisect_right(keys, keys[max(1, round(share * len(keys))) - 1])]
             if len(first) < len(keys):
-                last_held_out = int(first[-1])
-                held_out.update(first.tolist())
+                last_held_out = first[-1]
+                held_out.update(first)
         last[name] = limit, last_held_out
     return {"last": last, "held_out": held_out, "in_benchmark": in_benchmark}
 
@@ -200,89 +199,78 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
     tokenizer = cached_tokenizer(task.tokenizer, task.template)
     limit, last_held_out = selection["last"][task.name]
     documents: dict[str, list[Document]] = {"train": [], "validation": []}
-    counts, used, first_bad = Counter[str](), Counter[str](), ""
+    counts, first_bad = Counter[str](), ""
     for key, line in _lines(task):
-        if isinstance(line, UserError):
+        if isinstance(line, UserError):  # which `read_keys` has counted
             continue
-        part = "validation" if key <= last_held_out else "train"
+        part, use = "validation" if key <= last_held_out else "train", "used"
         if key > limit:
-            counts["not_sampled"] += 1
+            use = "not_sampled"
         elif key in selection["in_benchmark"]:
-            counts["in_benchmark"] += 1
-        elif part == "train" and key in selection["held_out"]:  # of another source
-            counts["held_out_elsewhere"] += 1
-        else:
-            counts["used"] += 1
-            counts["unspelled"] += sum(tokenizer.unspelled(message["content"]) for message in line.messages)
-            try:
-                encoded = encode_line(line, task, tokenizer, counts)
-            except UserError as error:  # of a chat template
-                if task.settings.on_error == "raise":
-                    raise
-                counts["bad"] += 1
-                first_bad = first_bad or f"{error.where}: {error.what}"
-                continue
-            used[part] += bool(encoded)
-            for ids, trained in encoded:
-                tokens, mask = np.array(ids, tokenizer.dtype), np.array(trained, np.uint8)
-                lengths = np.where(mask, tokenizer.piece_bytes[tokens], 0).astype(np.uint32)
-                documents[part].append(Document(line.id, task.name, task.place, key, tokens, lengths, mask))
+            use = "in_benchmark"
+        elif part == "train" and key in selection["held_out"]:
+            use = "held_out_elsewhere"
+        counts[use] += 1
+        if use != "used":
+            continue
+        counts["unspelled"] += sum(tokenizer.unspelled(message["content"]) for message in line.messages)
+        try:
+            encoded = encode_line(line, task, tokenizer, counts)
+        except UserError as error:  # of a chat template
+            if task.settings.on_error == "raise":
+                raise
+            counts["bad"] += 1
+            first_bad = first_bad or f"{error.where}: {error.what}"
+            continue
+        if encoded is not None:
+            tokens, mask = np.array(encoded[0], tokenizer.dtype), np.array(encoded[1], np.uint8)
+            lengths = np.where(mask, tokenizer.piece_bytes[tokens], 0).astype(np.uint32)
+            documents[part].append(Document(line.id, task.name, task.place, key, tokens, lengths, mask))
     results: dict[str, Any] = {"counts": counts, "first_bad": first_bad}
     for part, members in documents.items():
         if members:
-            members.sort(key=lambda document: document.key)
-            layout = best_fit(np.array([len(document.tokens) for document in members]), task.seq_len)
             folder, pad = task.folder / part / task.name, tokenizer.conversation_marks.pad
-            results[part] = write_shard(folder, task.shard, task.shards, members, layout, task.seq_len, pad=pad)
-            results[part] |= {"conversations": used[part], "most_in_a_row": int(np.bincount(layout.row).max())}
+            results[part] = write_shard(folder, task.shard, task.shards, members, task.seq_len, pad=pad)
     return results
 
 
-def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]) -> list[Encoded]:
-    """Return a conversation as documents, several where the template must write it several times; a pair as one.
+def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]) -> Encoded | None:
+    """Return the tokens of a conversation, or of the sides of a pair, one after the other, and which are trained.
 
-    A pair is its sides, one after the other; of them is trained what follows the prompt. What is longer than a row is
-    shortened or left out as `truncation` says, and left out if nothing trained remains.
+    Of a pair that is what follows the prompt. What is longer than a row is shortened or left out as `truncation` says,
+    and left out (None) if nothing trained remains.
     """
     talks, pair, seq_len, rule = line.talks, len(line.talks) > 1, task.seq_len, task.settings.truncation
     encode = partial(
-        chat.encode_documents, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=line.prompt
+        chat.encode_document, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=line.prompt
     )
-    documents = [document for talk in talks for document in encode(talk)]
-    unrolled = len(documents) > len(talks)
-    if pair and unrolled:
-        what = f"the chat template does not write the several answers of a side of {line.id} in one text"
-        fix = "Give pairs whose sides are one answer, with the turns before it in the prompt."
-        raise UserError(what, where="chat_template", fix=fix)
-    lengths = [len(ids) for ids, _ in documents]
-    too_long = (sum(lengths) if pair else max(lengths)) > seq_len
+    sides = [encode(talk) for talk in talks]
+    too_long = sum(len(ids) for ids, _ in sides) > seq_len
     if too_long and rule == "drop":
         counts["dropped"] += 1
-        return []
+        return None
     if too_long and rule == "drop_turns":
-        ends = [number for number, each in enumerate(talks[0][:-1], 1) if each["role"] == "assistant"]
-        while ends and all(len(ids) > seq_len for ids, _ in documents):
-            documents = encode(talks[0][: ends.pop()])
-        documents = [each for each in documents if len(each[0]) <= seq_len] or documents[:1]
-    counts["unstopped"] += sum(chat.unstopped_answers(*each, tokenizer.stops) for each in documents)
-    identical = pair and documents[0] == documents[1]
-    documents = [_cut(*each, seq_len // 2 if pair and too_long else seq_len, tokenizer) for each in documents]
-    documents = [each for each in documents if any(each[1])]
-    if len(documents) < len(talks) or (pair and documents[0] == documents[1]):
+        ends = [number for number, message in enumerate(talks[0][:-1], 1) if message["role"] == "assistant"]
+        while ends and len(sides[0][0]) > seq_len:
+            talks = [talks[0][: ends.pop()]]
+            sides = [encode(talks[0])]
+    counts["unstopped"] += sum(chat.unstopped_answers(*side, tokenizer.stops) for side in sides)
+    answers = sum(chat.is_trained(message) for talk in talks for message in talk[line.prompt :])
+    rewritten = max(0, answers - sum(len(chat.trained_runs(trained)) for _, trained in sides))
+    identical = pair and sides[0] == sides[1]
+    sides = [_cut(*side, seq_len // 2 if pair and too_long else seq_len, tokenizer) for side in sides]
+    if not all(any(trained) for _, trained in sides) or (pair and sides[0] == sides[1]):
         counts["identical"] += identical
         counts["dropped"] += 1
-        return []
+        return None
     counts["truncated"] += too_long
-    counts["unrolled"] += unrolled
+    counts["rewritten"] += rewritten
     counts["reasoning_dropped"] += chat.drops_reasoning(line.messages, tokenizer)
-    if pair:
-        (chosen, of_chosen), (rejected, of_rejected) = documents
-        return [(chosen + rejected, of_chosen + of_rejected)]
-    if tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
+    if not pair and tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
         before = next(number for number, message in enumerate(talks[0]) if message["role"] == "assistant")
         prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
-        counts["prompt_differs"] += documents[0][0][: len(prompt)] != prompt[: len(documents[0][0])]
-    return documents
+        counts["prompt_differs"] += sides[0][0][: len(prompt)] != prompt[: len(sides[0][0])]
+    return [token for ids, _ in sides for token in ids], [is_trained for _, mask in sides for is_trained in mask]
 
 
 def _cut(tokens: list[int], trained: list[bool], length: int, tokenizer: Tokenizer) -> Encoded:
@@ -296,10 +284,10 @@ def _finish(
     tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]], written: Sequence[dict[str, Any]], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Write shards.json of every folder; return the counts of all, with warnings."""
-    counts: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     shards: dict[str, dict[str, list[dict[str, Any]]]] = {"train": {}, "validation": {}}
     for task, keys, results in zip(tasks, read, written, strict=True):
-        counts.setdefault(task.name, Counter()).update(Counter(keys["counts"]) + Counter(results["counts"]))
+        counts[task.name].update(Counter(keys["counts"]) + Counter(results["counts"]))
         for part in shards.keys() & results.keys():
             shards[part].setdefault(task.name, []).append(results[part])
     total = sum(counts.values(), Counter[str]())
@@ -314,6 +302,7 @@ def _finish(
         )
     for key, text in {
         "bad": f"conversations cannot be used, the first: {first_bad}",
+        "rewritten": "answers are not trained: the chat template writes them differently once another turn follows",
         "unstopped": "answers do not end in a token that stops the model: it learns to go on after them",
         "unspelled": "characters cannot be spelled by the tokenizer: the model will not learn them",
     }.items():
@@ -327,7 +316,7 @@ def _finish(
         sums[part][name] = {key: facts[key] for key in _COUNTS} | {"bytes": facts["row_bytes"]}
     train = sums["train"]
     return {
-        "train": {key: sum(each[key] for each in train.values()) for key in next(iter(train.values()))},
+        "train": sum(map(Counter, train.values()), Counter()),
         "validation": sums["validation"],
         **{key: total[key] for key in ("conversations", "truncated", "dropped")},
         **{key: count for key, count in total.items() if count},

@@ -1,7 +1,6 @@
 """The devices that a training computes on, what is set before JAX starts, and how fast this machine's processor is."""
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
@@ -27,31 +26,15 @@ _DEVICE_FILES = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg")
 _MALLOPT = ((-1, -1), (-2, 2**26), (-3, 2**30), (-4, 0), (-8, 1))
 
 
-class Hardware(Protocol):
-    """Something to compute on: `LocalDevices`, `described.DescribedDevices`, or a class of your own."""
+class Hardware:
+    """What a training computes on: the devices that JAX finds, or those of a subclass of your own."""
 
     def acquire(self) -> "Sequence[jax.Device]":
-        """Return the devices, waiting where that takes time. Called again it returns the same ones.
-
-        Raises:
-            UserError: they cannot be had.
-        """
-        ...
-
-    def release(self) -> None:
-        """Give them back. Harmless where nothing was acquired."""
-        ...
-
-
-class LocalDevices:
-    """The devices that JAX finds, see `acquire`; they are this process's until it ends."""
-
-    def acquire(self) -> "list[jax.Device]":
-        """See `acquire`."""
+        """Return the devices, waiting where that takes time; called again, the same ones. UserError: there are none."""
         return acquire()
 
     def release(self) -> None:
-        """Nothing to do."""
+        """Give them back. Harmless where nothing was acquired; a process keeps those that JAX finds until it ends."""
 
 
 def accelerator_is_here() -> bool:
@@ -80,15 +63,18 @@ def prepare() -> None:
 def acquire() -> "list[jax.Device]":
     """All devices that JAX finds, ready to compute: of all processes where they work together, else of this one.
 
-    Raises:
-        UserError: JAX finds no device of the requested platform.
+    UserError: there is none of the requested platform.
     """
     prepare()
     import jax
 
     # The variable itself is left alone: a process that this one starts has a folder by its own environment.
     if (folder := os.environ.get("JAX_COMPILATION_CACHE_DIR")) is None:
-        folder = str(_compilation_cache())
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        programs = caches / "affinage" / f"programs-jax-{jax.__version__}"
+        programs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        programs.chmod(0o700)  # it holds native code: nobody else may write there
+        folder = str(programs)
     jax.config.update("jax_compilation_cache_dir", folder)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # many small programs add up to seconds
@@ -109,15 +95,6 @@ def acquire() -> "list[jax.Device]":
     return devices
 
 
-def _compilation_cache() -> Path:
-    """The user's folder of compiled programs. It holds native code: nobody else may write there."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "affinage" / f"programs-jax-{importlib.metadata.version('jax')}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    return folder
-
-
 def peak_bytes(devices: "Sequence[jax.Device]") -> int:
     """Most bytes in use on the fullest of this process's devices since it began; of a CPU, of the whole process."""
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
@@ -128,35 +105,29 @@ def peak_bytes(devices: "Sequence[jax.Device]") -> int:
     return resident if sys.platform == "darwin" else 1024 * resident
 
 
-# ---- the speed of a processor, which no datasheet has for all its cores ----
-
-
 @cache
-def measured_flops() -> float:
-    """The FLOP/s of all cores in a float32 product of two square matrices as XLA compiles it."""
+def measured_speed() -> tuple[float, float]:
+    """FLOP/s and bytes/s of this machine's processor, which no datasheet has for all its cores.
+
+    The FLOP/s are those of all cores in a float32 product of two square matrices as XLA compiles it, the bytes/s what
+    one core reads and writes when it adds two arrays, of more than most caches, into a third.
+    """
     import jax
     import jax.numpy as jnp
+    import numpy as np
+
+    def best_of_five(work: Callable[[], Any]) -> float:
+        # The processor's own seconds, of all threads together: what else runs on the machine hardly counts.
+        seconds = []
+        for _ in range(6):  # the first compiles
+            start = time.process_time()
+            work()
+            seconds.append(time.process_time() - start)
+        return min(seconds[1:])
 
     side = 2048
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        left, product = jnp.ones((side, side), jnp.float32), jax.jit(jnp.matmul)
-        return 2 * side**3 / _best_of_five(lambda: product(left, left).block_until_ready()) * (os.cpu_count() or 1)
-
-
-@cache
-def measured_bandwidth() -> float:
-    """The bytes/s that one core reads and writes when it adds two arrays, of more than most caches, into a third."""
-    import numpy as np
-
+        matrix, product = jnp.ones((side, side), jnp.float32), jax.jit(jnp.matmul)
+        flops = 2 * side**3 / best_of_five(lambda: product(matrix, matrix).block_until_ready()) * (os.cpu_count() or 1)
     left, right, total = (np.ones(8 * 2**20, np.float32) for _ in range(3))
-    return 3 * left.nbytes / _best_of_five(lambda: np.add(left, right, out=total))
-
-
-def _best_of_five(work: Callable[[], Any]) -> float:
-    """The processor's own seconds, of all threads together, so that what else runs on the machine hardly counts."""
-    seconds = []
-    for _ in range(6):  # the first compiles
-        start = time.process_time()
-        work()
-        seconds.append(time.process_time() - start)
-    return min(seconds[1:])
+    return flops, 3 * left.nbytes / best_of_five(lambda: np.add(left, right, out=total))

@@ -142,8 +142,10 @@ def apply_part(
     return made
 
 
-def _cast_matrices(params: PyTree, declared: PyTree, dtype: Any) -> PyTree:
+def _cast_matrices(params: PyTree | list[PyTree], declared: PyTree, dtype: Any) -> Any:
     """The parameters with all layers' matrices in the compute dtype, so that each layer's is a slice and no copy."""
+    if isinstance(params, list):
+        return [_cast_matrices(layer, declared, dtype) for layer in params]
 
     def cast(name: str, value: Any) -> Any:
         parameter = declared.get(name)

@@ -15,7 +15,6 @@ from typing_extensions import override
 from affinage.config.parallel import LogicalAxis, MeshAxis, ParallelSettings
 from affinage.config.training import AttentionImplementation
 from affinage.errors import UserError
-from affinage.hardware.mesh import AXES, axis_sizes
 from affinage.model.apply_config import ApplyConfig, Axes, Layout
 from affinage.model.graph import Graph
 from affinage.model.layer import SEQUENCE, parameters_in
@@ -23,6 +22,10 @@ from affinage.model.layer import SEQUENCE, parameters_in
 PyTree = Any
 Table = Mapping[str, tuple[str, ...]]
 Lines = Mapping[LogicalAxis, tuple[MeshAxis, ...]]  # of a table, which a recipe replaces
+
+# Axes of a mesh, outermost first: neighbors along `tensor` exchange the most, so they get the devices that are nearest
+# to each other.
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 # Logical axis -> mesh axes. This is the whole policy; a recipe that wants another replaces lines of it.
 TABLE: Table = {
@@ -54,7 +57,7 @@ def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> 
     At most one size may be "auto", which takes the devices that the others leave; without it one host may use only the
     first of its devices. Raises a UserError where the sizes do not multiply to the number of devices.
     """
-    full = axis_sizes(sizes, len(devices), jax.process_count())
+    full = axis_sizes(sizes, len(devices), all_of_them=jax.process_count() > 1)
     shape = tuple(full[axis] for axis in AXES)
     devices = devices[: math.prod(shape)]
     slices = len({getattr(device, "slice_index", 0) for device in devices})
@@ -67,6 +70,33 @@ def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> 
     else:
         grid = mesh_utils.create_device_mesh(shape, **options)
     return Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def axis_sizes(sizes: Mapping[str, int | str], count: int, *, all_of_them: bool) -> dict[str, int]:
+    """The sizes of all `AXES`, with "auto" filled in, for `count` devices; without `all_of_them` some may be left over.
+
+    UserError: an unknown axis, two that are auto, or sizes that do not fit the devices.
+    """
+    fixed = dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in sizes.items() if size != "auto"}
+    free, used = [axis for axis, size in sizes.items() if size == "auto"], math.prod(fixed.values())
+    widest = "data" if used <= count else max(AXES, key=lambda axis: fixed[axis])
+    what, fix = "", f"Set one axis to auto, such as --set mesh.{widest}=auto."
+    for axis in sizes:
+        if axis not in AXES:
+            what, fix = f"unknown mesh axis {axis!r}", f"The axes are {', '.join(AXES)}."
+        elif fixed[axis] < 1:
+            what, fix = f"{axis} has size {fixed[axis]}", "At least 1 device."
+    if not what and len(free) > 1:
+        what, fix = f"both {free[0]} and {free[1]} are auto", "At most one axis may be auto."
+    elif not what and (count % used if free else used > count or (used < count and all_of_them)):
+        product = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1)
+        made = f"{product} makes {used} devices" if product else "the mesh is of 1 device"
+        what = f"{made}, but there are {count}"
+        if free:
+            what, fix = f"{made}, which does not divide the {count} there are", f"Take sizes that divide {count}."
+    if what:
+        raise UserError(what, where="mesh", fix=fix)
+    return fixed | dict.fromkeys(free, count // used)
 
 
 def across_slices(full: Mapping[str, int], slices: int) -> tuple[int, ...]:
@@ -82,7 +112,7 @@ def across_slices(full: Mapping[str, int], slices: int) -> tuple[int, ...]:
 def table_with(replaced: Lines) -> Table:
     """The sharding table with the lines that a recipe replaces.
 
-    Raises a UserError where one mesh axis would split both the rows and the positions of an activation.
+    UserError: one mesh axis would split both the rows and the positions of an activation.
     """
     table = {**TABLE, **{str(axis): (*mesh_axes,) for axis, mesh_axes in replaced.items()}}
     if "expert_rows" not in replaced:
@@ -220,7 +250,7 @@ def apply_config_on(layout: MeshLayout, attention: AttentionImplementation, sett
 def param_shardings(mesh: Mesh, axes: PyTree, abstract: PyTree, table: Table = TABLE) -> PyTree:
     """A NamedSharding for every parameter, of trees of its logical axes and of `jax.ShapeDtypeStruct`.
 
-    Raises a UserError where a size does not divide over its mesh axes.
+    UserError: a size does not divide over its mesh axes.
     """
 
     def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: Axes) -> NamedSharding:

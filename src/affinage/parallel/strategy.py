@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from affinage.config.parallel import ParallelSettings
 from affinage.errors import UserError
-from affinage.hardware.mesh import flags_for
 from affinage.model.apply_config import NAMED, ApplyConfig
 from affinage.model.forward import apply_layers
 from affinage.model.graph import Graph, Node
@@ -23,6 +22,29 @@ from affinage.parallel.sharding import STAGES, MeshLayout, multiples, replicated
 PyTree = Any
 Function = Callable[..., Any]
 _RESIDUAL = ("batch", "residual", "width")
+
+# All of them let collectives run beside the arithmetic. They are options of one compilation, not of the environment:
+# the planner's compiled check and a run have the same, and a recipe's `parallel.xla_flags` replaces single ones.
+_FLAGS: Mapping[str, Mapping[str, bool | int]] = {
+    "tpu": {
+        "xla_tpu_enable_latency_hiding_scheduler": True,  # order operations so that transfers are under way early
+        "xla_enable_async_all_gather": True,  # FSDP's gathering of the next layer's weights
+        # Not xla_tpu_enable_async_collective_fusion: the compiler refuses it for TPU v4, as it may give wrong results.
+        "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_tpu_enable_data_parallel_all_reduce_opt": True,  # sums of gradients between slices, over the network
+        "xla_tpu_data_parallel_opt_different_sized_ops": True,
+    },
+    "gpu": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 2**27,  # few large transfers: NCCL has a price for each
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
+        "xla_gpu_enable_pipelined_all_gather": True,  # of one layer during the one before it
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_enable_pipelined_all_reduce": True,
+        "xla_gpu_enable_while_loop_double_buffering": True,  # what pipelining needs in a scan over layers
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -69,8 +91,9 @@ class Strategy:
 
 
 def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:
-    """A pipeline where the mesh has stages, else one program split by XLA."""
-    options = flags_for(mesh.devices.flat[0].platform, mesh.size, settings.xla_flags)
+    """A pipeline where the mesh has stages, else one program split by XLA; with XLA's flags for several devices."""
+    flags = _FLAGS.get(mesh.devices.flat[0].platform, {}) if mesh.size > 1 else {}
+    options = {**flags, **settings.xla_flags}
     if mesh.shape[STAGES] > 1:
         return Pipeline(options, settings.pipeline_micro_batches, settings.pipeline_rounds)
     return Strategy(options)

@@ -1,6 +1,7 @@
 """From a recipe to the list of its steps, each with the settings, files and results that decide what it makes."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,21 +9,15 @@ from typing import Any
 
 from affinage.config.data import POCKET_BYTES, POCKET_WORLD
 from affinage.config.load import LoadedRecipe
-from affinage.config.recipe import Recipe
+from affinage.config.recipe import EvaluateSettings, Recipe
 from affinage.config.settings import Settings
-from affinage.config.training import OF_THE_ROWS, TuningSettings
+from affinage.config.training import OF_THE_ROWS, MonitorSettings
 from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.errors import UserError
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
+from affinage.hardware.devices import prepare
 from affinage.paths import from_home
-from affinage.pipeline.models import (
-    EVALUATIONS,
-    MODEL,
-    ROWS,
-    chat_template_of,
-    extension_fingerprint,
-    initial_folder,
-)
+from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS, chat_template_of, extended, initial_folder
 from affinage.pipeline.sources import task_files
 from affinage.pipeline.step import Step, StepContext, Summary, lazily
 from affinage.registry import load_plugins, plugin_sources
@@ -31,13 +26,8 @@ from affinage.results import read_json
 _of_data, _of_train, _of_eval = (partial(lazily, f"steps_{name}") for name in ("data", "train", "eval"))
 
 
-def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] | None = None) -> list[Step]:
-    """Returns the steps of a recipe, each after those it reads. Sections that the recipe leaves out have no steps.
-
-    Args:
-        loaded: the recipe.
-        report: the function of the last step; without it there is no such step.
-    """
+def build_steps(loaded: LoadedRecipe) -> list[Step]:
+    """Returns the steps of a recipe, each after those it reads. Sections that the recipe leaves out have no steps."""
     recipe = loaded.recipe
     load_plugins(loaded)
     folder = initial_folder(loaded)  # of the imported model that the recipe begins with
@@ -50,22 +40,25 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
     steps = list(_data_steps(recipe, begun))
     if trains:
         # Tuning data comes before the long pretraining, so that a mistake in the conversations is found in time.
-        steps += [_tuning_data_step(loaded, section, tuning) for section, tuning in _tunings(recipe).items()]
+        steps += [_tuning_data_step(loaded, section) for section in recipe.trainings if section != "pretrain"]
         steps += [*_training_steps(loaded, trained, begun), *_result_steps(recipe, trained)]
     steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
-    if report is not None:
-        config = _part(recipe, "name", "description", "report")
-        steps.append(
-            Step("report", report, config, tuple(step.name for step in steps), artifact="report.html", version=2)
-        )
-    return steps
+    config, inputs = _part(recipe, "name", "description", "report"), tuple(step.name for step in steps)
+    return [*steps, Step("report", _report, config, inputs, artifact="report.html", version=2)]
+
+
+def _report(context: StepContext) -> Summary:
+    from affinage.report import write_report
+
+    return write_report(context.run_folder, context.folder / "report.html")
 
 
 def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     data = recipe.data
     worlds = [source.path for source in recipe.data.sources] if recipe.data else []
-    tuned = any(tuning.from_world for tuning in _tunings(recipe).values())
-    if tuned or POCKET_WORLD in (*worlds, *_tasks(recipe, monitored=True)):
+    tuned = any(tuning is not None and tuning.from_world for tuning in (recipe.sft, recipe.dpo))
+    scored = any(of_pocket_world(task) for benchmarks in _benchmarks(recipe) for task in benchmarks.tasks)
+    if tuned or scored or POCKET_WORLD in worlds:
         sources = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
         size = max((source.max_bytes or POCKET_BYTES for source in sources), default=POCKET_BYTES)
         config: dict[str, Any] = {"data": {"sources": {"max_bytes": size}}, **_part(recipe, "seed")}
@@ -78,44 +71,51 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     config = _part(data, "sources", "root", "mirror", "sample", "on_error")
     inputs: tuple[str, ...] = ("synthesize",) if POCKET_WORLD in worlds else ()
-    yield Step("ingest", _of_data("ingest"), {"data": config}, inputs, files=files, check=check, **more)
+    yield Step("ingest", _of_data("ingest_step"), {"data": config}, inputs, files=files, check=check, **more)
     config = {"data": _part(data, "filters", "languages")}
     yield Step("filter", _of_data("filter_step"), config, ("ingest",), check=_of_data("check_filter"), **more)
     last = ("filter",)
     if data.dedup is not None:
         against = data.dedup.against  # a run is known by its name, a folder by its documents
         files = (str(released_folder(against, Path("runs"))),) if against and from_home(against).is_dir() else ()
-        yield Step("dedup", _of_data("dedup"), {"data": _part(data, "dedup")}, last, files=files, **more)
+        yield Step("dedup", _of_data("dedup_step"), {"data": _part(data, "dedup")}, last, files=files, **more)
         last = ("dedup",)
-    if contamination_targets(recipe):
-        config, files = _searched(recipe)
+    config, files = _searched(recipe)
+    if config:
         check = _of_data("check_decontaminate")
-        yield Step("decontaminate", _of_data("decontaminate"), config, last, files=files, check=check, **more)
+        yield Step("decontaminate", _of_data("decontaminate_step"), config, last, files=files, check=check, **more)
         last = ("decontaminate",)
-    yield Step("split", _of_data("split"), {"data": _part(data, "split"), **_part(recipe, "seed")}, last, **more)
+    yield Step("split", _of_data("split_step"), {"data": _part(data, "split"), **_part(recipe, "seed")}, last, **more)
     if begun:
         yield Step("train-tokenizer", _of_data("base_tokenizer"), {}, ("split",), sources=begun, version=2)
     else:
         config = {"data": _part(data, "languages"), **_part(recipe, "tokenizer", "seed")}
-        yield Step("train-tokenizer", _of_data("train_tokenizer"), config, ("split",), version=2)
+        yield Step("train-tokenizer", _of_data("tokenizer_step"), config, ("split",), version=2)
     config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
-    yield Step("tokenize", _of_data("tokenize"), config, inputs, check=_of_data("check_tokenize"), **more)
+    yield Step("tokenize", _of_data("tokenize_step"), config, inputs, check=_of_data("check_tokenize"), **more)
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings and files that decide which items of benchmarks text must not hold."""
-    assert recipe.data is not None and recipe.data.decontaminate is not None
-    settings = recipe.data.decontaminate
-    config: dict[str, Any] = {"data": _part(recipe.data, "decontaminate")}
-    files = [*task_files(filter(is_task_file, contamination_targets(recipe))), *settings.benchmark_files]
-    if settings.benchmarks:
-        config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
-        files += _item_files(recipe.evaluate)
-    return config, tuple(files)
+    """The settings and files that decide which items of benchmarks text must not hold; both empty without any.
+
+    The pocket world is never among them. Its facts are its text and its benchmarks' answers by design, and what must
+    not be seen in training is kept out of the text where the world is generated.
+    """
+    settings, tasks, files = recipe.data.decontaminate if recipe.data else None, list[str](), list[str]()
+    if settings is None:
+        return {}, ()
+    if settings.benchmarks and recipe.evaluate is not None:
+        tasks = list(dict.fromkeys(task for task in recipe.evaluate.tasks if not of_pocket_world(task)))
+        files += _files_of(recipe.evaluate)
+    if not tasks and not settings.benchmark_files:
+        return {}, ()
+    config: dict[str, Any] = {"data": {"decontaminate": settings.model_dump(mode="json")}}
+    config |= {"evaluate": {"tasks": tasks}} if settings.benchmarks else {}
+    return config, (*files, *task_files(filter(is_task_file, settings.benchmark_files)), *settings.benchmark_files)
 
 
-def _tuning_data_step(loaded: LoadedRecipe, section: str, tuning: TuningSettings) -> Step:
-    recipe = loaded.recipe
+def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
+    recipe, tuning = loaded.recipe, getattr(loaded.recipe, section)
     config: dict[str, Any] = {section: _part(tuning, *OF_THE_ROWS), **_part(recipe, "seed")}
     if section == "dpo":
         config["dpo"]["system_prompt"] = recipe.chat_system_prompt
@@ -127,16 +127,14 @@ def _tuning_data_step(loaded: LoadedRecipe, section: str, tuning: TuningSettings
         config["packing"] = _part(recipe.packing, "seq_len")
     places = [source for source in tuning.sources if not is_on_hub(source, tuning.mirror)]
     files = tuple(location(place, tuning.root, tuning.mirror) for place in places)
-    if contamination_targets(recipe):
-        searched, item_files = _searched(recipe)
-        config, files = config | searched, files + item_files
+    searched, item_files = _searched(recipe)
     return Step(
         ROWS[section],
         _of_data("tuning_data", section=section),
-        config,
+        config | searched,
         ("train-tokenizer", *(["synthesize"] if tuning.from_world else [])),
         version=4,
-        files=files,
+        files=files + item_files,
         check=_of_data("check_tuning_data", section=section),
         resumable=True,
     )
@@ -157,15 +155,21 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
             inputs += ("ref-logprobs",)
         if name != "pretrain" and settings.monitor is not None:  # the monitor of a pretraining decides nothing
             inputs += ("synthesize",) if any(map(of_pocket_world, settings.monitor.tasks)) else ()
-            files = (*task_files(filter(is_task_file, settings.monitor.tasks)), *_item_files(settings.monitor))
+            files = _files_of(settings.monitor)
+        sources = dict(begun)
+        if (extension := extended(loaded, name)) is not None:  # what the checkpoint holds counts, not where it is
+            from affinage.checkpoint.store import CheckpointStore
+
+            folder, step = extension
+            sources["resume_from"] = CheckpointStore(folder / "checkpoints").metadata(step).fingerprint
         yield Step(
             name,
-            _of_train("train"),
+            _of_train("train_step"),
             config,
             inputs,
             version=5,
             files=files,
-            sources=begun | extension_fingerprint(loaded, name),
+            sources=sources,
             check=check,
             distributed=True,
             has_progress=True,
@@ -180,10 +184,10 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
     if evaluate is not None:
         config = {"evaluate": evaluate.model_dump(mode="json", exclude={"data_dir"})}
         decontaminate = recipe.data.decontaminate if recipe.data else None
-        if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
+        if evaluate.contamination and decontaminate is not None and not _searched(recipe)[0]:
             # How items are found in the text; otherwise the same settings have decided over the text itself.
             config["data"] = {"decontaminate": _part(decontaminate, "n_grams")}
-        read = ["train-tokenizer", *(["synthesize"] if POCKET_WORLD in _tasks(recipe) else [])]
+        read = ["train-tokenizer", *(["synthesize"] if any(map(of_pocket_world, evaluate.tasks)) else [])]
         read += ["split"] if evaluate.compressors and recipe.data is not None else []
         for training in trained:
             yield Step(
@@ -192,7 +196,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
                 {**config, "report": _part(recipe.report, "prompts" if training == "pretrain" else "questions")},
                 (training, *read),
                 version=3,
-                files=(*task_files(filter(is_task_file, _tasks(recipe))), *_item_files(evaluate)),
+                files=_files_of(evaluate),
                 check=_of_data("check_benchmarks", section=("evaluate",)),
                 resumable=True,
                 distributed=True,
@@ -206,63 +210,48 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
 # ---- what a recipe reads ----
 
 
+def prepare_process(recipe: Recipe) -> None:
+    """Set the environment variables that libraries read when they are imported."""
+    prepare()
+    if is_local(recipe):  # else the harness asks Hugging Face about tasks that are files here
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def is_local(recipe: Recipe) -> bool:
     """Whether all that the recipe reads is on this machine."""
-    readers = [each for each in (recipe.data, *_tunings(recipe).values()) if each is not None]
-    sources = [(source, each.root, each.mirror) for each in readers for source in each.sources]
-    files = [task for task in _tasks(recipe, monitored=True) if is_task_file(task)]
-    named = [task for task in _tasks(recipe, monitored=True) if task != POCKET_WORLD and task not in files]
-    if recipe.data and recipe.data.decontaminate:
-        files += [path for path in recipe.data.decontaminate.benchmark_files if path.endswith((".yaml", ".yml"))]
-    here = all(each.data_dir is not None for each in _benchmark_settings(recipe, monitored=True))
-    remote = (is_on_hub(source, mirror) or is_url(location(source, root, mirror)) for source, root, mirror in sources)
-    known = all(here and (task in GROUPS or task in BENCHMARKS) for task in named)
-    return known and not any(remote) and not any(map(_is_of_hub, files))
-
-
-def _is_of_hub(path: str) -> bool:
-    """Whether a task file, or one in a folder of them, takes its items from the Hub; False if it is unreadable."""
-    try:
-        return any(map(on_hub, find_tasks([path], {})[0]))
-    except UserError:  # raised again where the task is read
-        return False
-
-
-def contamination_targets(recipe: Recipe) -> list[str]:
-    """The benchmarks and files whose items documents must not hold.
-
-    The pocket world is never among them. Its facts are its text and its benchmarks' answers by design, and what must
-    not be seen in training is kept out of the text where the world is generated.
-    """
+    readers: list[Any] = [each for each in (recipe.data, recipe.sft, recipe.dpo) if each is not None]
+    for reader in readers:
+        for source in reader.sources:
+            if is_on_hub(source, reader.mirror) or is_url(location(source, reader.root, reader.mirror)):
+                return False
     decontaminate = recipe.data.decontaminate if recipe.data else None
-    if decontaminate is None:
-        return []
-    benchmarks = [task for task in _tasks(recipe) if task != POCKET_WORLD] if decontaminate.benchmarks else []
-    return [*benchmarks, *decontaminate.benchmark_files]
+    files = [*decontaminate.benchmark_files] if decontaminate else []
+    files = [file for file in files if file.endswith((".yaml", ".yml"))]
+    for benchmarks in _benchmarks(recipe):
+        for task in benchmarks.tasks:
+            is_here = benchmarks.data_dir is not None and (task in GROUPS or task in BENCHMARKS)
+            if is_task_file(task):
+                files.append(task)
+            elif not (is_here or of_pocket_world(task)):
+                return False
+    try:
+        return not any(map(on_hub, find_tasks(files, {})[0]))
+    except UserError:  # raised again where the task is read
+        return True
 
 
-def _tunings(recipe: Recipe) -> dict[str, TuningSettings]:
-    sections = {"sft": recipe.sft, "dpo": recipe.dpo}
-    return {name: tuning for name, tuning in sections.items() if tuning is not None}
-
-
-def _benchmark_settings(recipe: Recipe, *, monitored: bool) -> list[Any]:
-    """The settings of the evaluation, and with `monitored` of the monitors."""
-    monitors = [getattr(recipe, name).monitor for name in recipe.trainings] if monitored else []
+def _benchmarks(recipe: Recipe) -> list[Any]:
+    """The settings of the evaluation and of the monitors."""
+    monitors = (getattr(recipe, name).monitor for name in recipe.trainings)
     return [each for each in (recipe.evaluate, *monitors) if each is not None]
 
 
-def _tasks(recipe: Recipe, *, monitored: bool = False) -> tuple[str, ...]:
-    """The tasks of `_benchmark_settings`; the pocket world's by one name."""
-    tasks = [task for each in _benchmark_settings(recipe, monitored=monitored) for task in each.tasks]
-    return tuple(dict.fromkeys(POCKET_WORLD if of_pocket_world(task) else task for task in tasks))
-
-
-def _item_files(benchmarks: Any) -> list[str]:
-    """The files with the items of an evaluation's or a monitor's benchmarks, if a folder of them is given."""
-    if benchmarks is None or benchmarks.data_dir is None:
-        return []
-    return [str(file) for file in files_of(benchmarks.tasks, benchmarks.data_dir)]
+def _files_of(benchmarks: EvaluateSettings | MonitorSettings) -> tuple[str, ...]:
+    """The files that the benchmarks of an evaluation or a monitor are made of, as far as settings name them."""
+    items = () if benchmarks.data_dir is None else files_of(benchmarks.tasks, benchmarks.data_dir)
+    return (*task_files(filter(is_task_file, benchmarks.tasks)), *map(str, items))
 
 
 def _part(settings: Settings, *names: str) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from affinage.checkpoint.metadata import fingerprint
-from affinage.checkpoint.store import complete_steps
+from affinage.checkpoint import CheckpointStore
 from affinage.config.data import DecontaminateSettings
 from affinage.data.decontaminate import Contamination, contamination, count_occurrences, texts_of_rows
 from affinage.data.documents import read_documents
@@ -69,9 +68,9 @@ def model_fingerprint(target: Target, runs: Path) -> str:
         files = [file for file in sorted(folder.iterdir()) if file.suffix in _OF_A_MODEL and file.is_file()]
         parts = [[Path(file).name, digest] for file, digest in fingerprints(map(str, files)).items()]
     else:
-        checkpoints = models.checkpoints_of(folder, step)
-        steps = models.averaged_steps(step, complete_steps(checkpoints))
-        parts = [[str(each), fingerprint(checkpoints / str(each))] for each in steps]
+        store = CheckpointStore(models.checkpoints_of(folder, step))
+        steps = models.averaged_steps(step, store.steps())
+        parts = [[str(each), store.metadata(each).fingerprint] for each in steps]
         parts += [["average", step]] if isinstance(step, str) else []
         parts.append([MODEL, hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()])
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()

@@ -3,8 +3,6 @@
 import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +20,31 @@ from affinage.results import DOCUMENT_STEPS, DocumentsResult, read_json, read_re
 from affinage.training.health import data_offset_at
 
 
-@dataclass(frozen=True)
 class TrainingRows:
-    """The rows of one training of a run, and the order it reads them in."""
+    """The rows of one training (pretrain, sft or dpo) of a run, and the order it reads them in."""
 
-    run: Path
-    training: str  # pretrain, sft or dpo
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """What the training wrote down of its feed, or will: rows (a folder's name), seed, batch, mixture, steps."""
-        if written := read_json(self.run / self.training / FEED):
-            return written
-        recipe, rows = recorded(self.run), self.run / ROWS[self.training]
-        settings = recipe.get(self.training)
-        if settings is None or read_manifest(rows) is None or settings["batch_size"] is None:
-            fix = f"Its recipe needs `{self.training}` with a batch_size; run it: affinage run {self.run.name}"
-            raise UserError(f"this run has no rows for `{self.training}` yet", where=str(self.run), fix=fix)
-        mixture = [(stage["from_step"], stage["weights"]) for stage in settings.get("mixture") or ()]
-        facts = {"rows": rows.resolve().name, "seed": recipe["seed"], "batch": settings["batch_size"]}
-        return facts | {"mixture": mixture or None, "steps": settings["steps"]}
-
-    @cached_property
-    def folder(self) -> Path:
-        """The result that holds the rows."""
-        folder = (self.run / ROWS[self.training]).resolve().parent / str(self.facts["rows"])
-        return self._existing(folder if folder.is_dir() else None)
-
-    def _existing(self, result: Path | None) -> Path:
-        if result is None:
-            raise UserError("the rows, or what they were made from, are gone", where=str(self.run), fix="Run it again.")
-        return result
-
-    @cached_property
-    def feed(self) -> DataLoader:
-        """The batches of the training."""
-        facts = self.facts
-        return DataLoader(self.folder / "train", seed=facts["seed"], batch=facts["batch"], mixture=facts["mixture"])
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the rows."""
-        return Tokenizer(self._existing(made_from(self.folder, "train-tokenizer")))
+    def __init__(self, run: Path, training: str) -> None:
+        """Raises UserError for a training without rows, or whose rows or what they were made from are gone."""
+        self.run, self.training, rows = run, training, run / ROWS[training]
+        # What the training wrote down of its feed, or will: rows (a folder's name), seed, batch, mixture, steps.
+        self.facts = read_json(run / training / FEED)
+        if not self.facts:
+            recipe = recorded(run)
+            settings = recipe.get(training)
+            if settings is None or read_manifest(rows) is None or settings["batch_size"] is None:
+                fix = f"Its recipe needs `{training}` with a batch_size; run it: affinage run {run.name}"
+                raise UserError(f"this run has no rows for `{training}` yet", where=str(run), fix=fix)
+            mixture = [(stage["from_step"], stage["weights"]) for stage in settings.get("mixture") or ()]
+            self.facts = {"rows": rows.resolve().name, "seed": recipe["seed"], "batch": settings["batch_size"]}
+            self.facts |= {"mixture": mixture or None, "steps": settings["steps"]}
+        self.folder = rows.resolve().parent / str(self.facts["rows"])
+        tokenizer = made_from(self.folder, "train-tokenizer")
+        if tokenizer is None:
+            raise UserError("the rows, or what they were made from, are gone", where=str(run), fix="Run it again.")
+        self.tokenizer, facts = Tokenizer(tokenizer), self.facts
+        self.feed = DataLoader(
+            self.folder / "train", seed=facts["seed"], batch=facts["batch"], mixture=facts["mixture"]
+        )
 
     def where(self, step: int, row: int | None = None) -> list[dict[str, Any]]:
         """What lies in the batch of a step, counted from 1 as metrics.jsonl does, or in one row of it.
@@ -79,13 +60,13 @@ class TrainingRows:
         rows: list[dict[str, Any]] = []
         for index, (folder, number) in enumerate(self.feed.where(batch)):
             if row in (None, index):
-                spans = self.feed.shards[folder].spans_of_row(number)
-                documents = [{k: v for k, v in span.items() if k != "row"} for span in spans]
+                shards = self.feed.shards[folder]
+                documents = [{k: v for k, v in span.items() if k != "row"} for span in shards.spans_of_row(number)]
+                if row is not None:
+                    [tokens], _ = shards.read(np.array([number]))
+                    for each in documents:
+                        each["text"] = self.tokenizer.decode(tokens[each["start"] : each["stop"]].tolist())
                 rows.append({"row": index, "folder": folder, "number": number, "documents": documents})
-        if row is not None:
-            tokens, _ = self.feed.shards[rows[0]["folder"]].read(np.array([rows[0]["number"]]))
-            for document in rows[0]["documents"]:
-                document["text"] = self.tokenizer.decode(tokens[0, document["start"] : document["stop"]].tolist())
         return rows
 
     def find(self, text: str) -> Iterator[dict[str, Any]]:
@@ -93,7 +74,11 @@ class TrainingRows:
 
         Yields {id, source, language, url, part, occurrences, rows: [{folder, number, steps}]} for each document.
         """
-        split, text = self._existing(made_from(self.folder, "split")), unicodedata.normalize("NFC", text)
+        if (split := made_from(self.folder, "split")) is None:
+            raise UserError(
+                "the documents that the rows were made from are gone", where=str(self.run), fix="Run it again."
+            )
+        text = unicodedata.normalize("NFC", text)
         every = re.compile(f"(?={re.escape(text)})", re.IGNORECASE)  # those that overlap, too
         for part in ("train", "validation"):
             for batch in read_documents(split / part, ("id", "source", "language", "url", "text")):
@@ -122,28 +107,22 @@ class TrainingRows:
         return ranges
 
 
-def documents(run: Path, step: str, part: str | None = None) -> Iterator[dict[str, Any]]:
-    """The documents that a step passed on, in their order; of `split` also `part`, which is train or validation."""
-    _result_of(run, step)
-    for name in ("train", "validation") if step == "split" else ("",):
-        for batch in read_documents(run / step / name) if part in (None, name) else ():
-            for document in batch.to_pylist():
-                yield ({"part": name} if name else {}) | document
+def documents(run: Path, step: str, part: str | None = None, reason: str | None = None) -> Iterator[dict[str, Any]]:
+    """The documents that a step passed on, in their order; or the samples that it kept of those removed for a reason.
 
-
-def removed(run: Path, step: str, reason: str) -> list[dict[str, Any]]:
-    """The samples that a step kept of what it removed for a reason."""
-    result = _result_of(run, step)
-    if reason not in result.removed:
-        listed = ", ".join(f"{name!r} ({count})" for name, count in result.removed.items()) or "none"
-        raise UserError(f"`{step}` removed nothing for {reason!r}", fix=f"Its reasons: {listed}.")
-    return [sample.model_dump(exclude_unset=True) for sample in result.samples.get(reason, ())]
-
-
-def _result_of(run: Path, step: str) -> DocumentsResult:
-    """The result of a step from documents to documents. Raises UserError if the run has none."""
+    Of `split` they also have a `part`, train or validation. Raises UserError if the run has no such documents.
+    """
     result = read_result(run / step, DocumentsResult) if step in DOCUMENT_STEPS else None
     if result is None:
         complete = [name for name in DOCUMENT_STEPS if read_manifest(run / name) is not None]
         raise UserError(f"this run has no documents of `{step}`", where=str(run), fix=f"It has {', '.join(complete)}.")
-    return result
+    if reason is not None:
+        if reason not in result.removed:
+            listed = ", ".join(f"{name!r} ({count})" for name, count in result.removed.items()) or "none"
+            raise UserError(f"`{step}` removed nothing for {reason!r}", fix=f"Its reasons: {listed}.")
+        yield from (sample.model_dump(exclude_unset=True) for sample in result.samples.get(reason, ()))
+        return
+    for name in ("train", "validation") if step == "split" else ("",):
+        for batch in read_documents(run / step / name) if part in (None, name) else ():
+            for document in batch.to_pylist():
+                yield ({"part": name} if name else {}) | document

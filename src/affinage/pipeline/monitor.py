@@ -6,7 +6,6 @@ item by item, by McNemar's exact test, corrected for the number of comparisons.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import jax
 from affinage.checkpoint import CheckpointStore
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
-from affinage.config.training import MonitorSettings, TrainSettings, TuningSettings
+from affinage.config.training import TrainSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hardware.chips import chip
@@ -34,7 +33,6 @@ _BINARY = ("acc_norm", "acc", "exact_match")  # metrics that are 0 or 1 for an i
 
 Answers = Mapping[str, list[int]]  # task -> 1 for every item with a right answer, 0 for the others
 Metrics = Mapping[str, Mapping[str, Any]]  # task -> metric -> {value, stderr}
-Stop = Callable[[], bool]
 
 
 class _Stopped(Exception):
@@ -44,39 +42,33 @@ class _Stopped(Exception):
 class BenchmarkMonitor:
     """Scores benchmarks while a model is trained, and may end the training; see `affinage.training.job.Monitor`.
 
-    Points are stored in the folder of the training. `score` returns the metrics and answers of a state, None if it was
-    stopped; `keep` saves the state of a step in place of the training's checkpoints.
+    Points are stored in the folder of the training.
     """
 
     def __init__(
-        self,
-        settings: MonitorSettings,
-        folder: Path,
-        steps: int,
-        score: Callable[[TrainState, Stop], tuple[Metrics, Answers] | None],
-        keep: Callable[[int, TrainState], None],
+        self, context: StepContext, settings: TrainSettings, graph: Graph, length: int, system_prompt: str = ""
     ) -> None:
+        """Of the training of `graph`, a model of `length` tokens of context, by settings that have a `monitor`."""
+        assert settings.monitor is not None
         self.say: Callable[[str], None] = print
-        self.settings, self.steps = settings, steps
-        self._file, self._score, self._keep = folder / POINTS, score, keep
-        points = read_json(self._file).get("points", [])
+        self.settings, self.training, self.steps = settings.monitor, settings, settings.steps
+        self._context, self._graph, self._length, self._system_prompt = context, graph, length, system_prompt
+        points = read_json(context.folder / POINTS).get("points", [])
         self.points: list[dict[str, Any]] = Processes.at_work().broadcast("the points of the monitor", points)
 
     def due(self, step: int) -> bool:
         """Whether benchmarks are scored after this step: regularly, and at the beginning and the end."""
         return step % self.settings.every_steps == 0 or step == self.steps
 
-    def look(self, step: int, state: TrainState, stop: Stop) -> tuple[dict[str, Any] | None, str]:
+    def look(self, step: int, state: TrainState, stop: Callable[[], bool]) -> tuple[dict[str, Any] | None, str]:
         """The scores of a state, and why the training ends here; see `affinage.training.job.Monitor`."""
         point = next((point for point in self.points if point["step"] == step), None)
         if point is None:
             # Points after this one are of a run that was killed, and are computed again.
             self.points = [point for point in self.points if point["step"] < step]
-            if (scored := self._score(state, stop)) is None:
+            if (scored := self.score(state, stop)) is None:
                 return None, ""
-            metrics, answers = scored
-            right = {task: list(items) for task, items in answers.items()}
-            scores = {}
+            (metrics, right), scores = scored, {}
             for task, items in right.items():
                 share = sum(items) / len(items)
                 stderr = math.sqrt(share * (1 - share) / max(1, len(items) - 1))
@@ -84,9 +76,10 @@ class BenchmarkMonitor:
             point = {"step": step, "scores": scores, "worse": self.regressed(right), "right": right, "tasks": metrics}
             self.points.append(point)
             if not point["worse"] and self.settings.on_regression != "log":
-                self._keep(step, state)
+                self.keep(step, state)
             if Processes.at_work().first:
-                write_json(self._file, {"threshold": self.threshold(len(right)), "points": self.points})
+                facts = {"threshold": self.threshold(len(right)), "points": self.points}
+                write_json(self._context.folder / POINTS, facts)
             self.say(f"step {step:,}/{self.steps:,}  monitor: {', '.join([*_shown(point), *_worse(point)])}")
         return {"tasks": point["tasks"]}, "; ".join(_worse(point)) if self.settings.on_regression == "stop" else ""
 
@@ -104,6 +97,71 @@ class BenchmarkMonitor:
         """`alpha` divided by the number of tasks times pairs of points (Bonferroni)."""
         points = 1 + math.ceil(self.steps / self.settings.every_steps)
         return self.settings.alpha / max(1, tasks * math.comb(points, 2))
+
+    def keep(self, step: int, state: TrainState) -> None:
+        """Save the state of a step in place of the training's checkpoints."""
+        store = CheckpointStore(f"{self._context.saves_to}/{KEPT}", keep_last=1)
+        store.save(step, {"params": state.params}, {"step": step})
+        store.wait()
+
+    def score(self, state: TrainState, stop: Callable[[], bool]) -> tuple[Metrics, Answers] | None:
+        """The metrics and answers of a state; None once `stop` returns true.
+
+        Answers are stored as they come, under a fingerprint of the weights: a training that was stopped or killed comes
+        to the same weights again, bit for bit, and computes none twice.
+        """
+        from affinage.evaluation.run import evaluate
+        from affinage.evaluation.scoring import bytes_on_a_device, rows_that_fit
+
+        def raise_if_stopped(_: str) -> None:
+            if stop():
+                raise _Stopped
+
+        context, settings, params = self._context, self.training, state.params  # they stay where they are
+        if isinstance(settings, TuningSettings) and settings.lora is not None:
+            like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
+            params = jax.jit(split_params(self._graph, settings).merge_lora, out_shardings=like)(params, state.frozen)
+        sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
+        kind = next(iter(sharding.device_set)).device_kind
+        model = LoadedModel(
+            graph=self._graph,
+            params=params,
+            tokenizer=chat_tokenizer(context),
+            name=context.recipe.name,
+            context=self._length,
+            layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
+            system_prompt=self._system_prompt,
+            compute_dtype=compute_dtype(settings.precision, chip(kind)).name,
+        )
+        weights = {id(leaf) for leaf in jax.tree.leaves(params)}
+        beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in weights)
+        world = context.inputs.get("synthesize")
+        if world is None and "tokenize" in context.inputs:
+            world = made_from(context.inputs["tokenize"], "synthesize")
+        key, lines = f"{context.step}.monitor.tasks", dict[str, list[dict[str, Any]]]()
+        try:
+            results = evaluate(
+                model,
+                self.settings.tasks,
+                keep=context.folder / ANSWERS,
+                task_folders={} if world is None else {POCKET_WORLD: world / "tasks"},
+                data_dir=self.settings.data_dir,
+                limit=self.settings.limit,
+                sample_seed=context.recipe.seed,
+                batch_size=rows_that_fit(model, beside=beside),
+                answered=lambda task, line: lines.setdefault(task, []).append(line),
+                progress=raise_if_stopped,
+            )
+        except _Stopped:
+            return None
+        except UserError as error:
+            error.where = ", ".join(filter(None, (key, error.where)))
+            raise
+        right = {task: items for task in sorted(lines) if (items := right_items(lines[task])) is not None}
+        if (len(right) < len(lines) and self.settings.on_regression != "log") or not lines:
+            what = f"not all of these have a metric that is right or wrong for an item: {', '.join(_BINARY)}"
+            raise UserError(what, where=key, fix="Choose tasks that have one and are scored by log-likelihood.")
+        return {task: entry["metrics"] for task, entry in results["tasks"].items()}, right
 
 
 def _shown(point: Mapping[str, Any]) -> Iterator[str]:
@@ -138,74 +196,3 @@ def right_items(lines: Sequence[Mapping[str, Any]]) -> list[int] | None:
         items.setdefault(line["id"], line)  # they come filter by filter
     metric = next((name for name in _BINARY if name in next(iter(items.values()))), None)
     return None if metric is None else [int(items[name][metric] >= 0.5) for name in sorted(items)]
-
-
-def monitor_of(
-    context: StepContext, settings: TrainSettings, graph: Graph, length: int, system_prompt: str = ""
-) -> BenchmarkMonitor | None:
-    """The monitor of a training, which scores a model of `length` tokens of context; None if the settings have none."""
-    monitor, key = settings.monitor, f"{context.step}.monitor.tasks"
-    if monitor is None:
-        return None
-    inputs = context.inputs
-    world = inputs.get("synthesize") or (made_from(inputs["tokenize"], "synthesize") if "tokenize" in inputs else None)
-
-    def keep(step: int, state: TrainState) -> None:
-        store = CheckpointStore(f"{context.saves_to}/{KEPT}", keep_last=1)
-        store.save(step, {"params": state.params}, {"step": step})
-        store.wait()
-
-    def score(state: TrainState, stop: Stop) -> tuple[Metrics, Answers] | None:
-        # Answers are stored as they come, under a fingerprint of the weights: a training that was stopped or killed
-        # comes to the same weights again, bit for bit, and computes none twice.
-        from affinage.evaluation.run import evaluate
-        from affinage.evaluation.scoring import bytes_on_a_device, rows_that_fit
-
-        def raise_if_stopped(_: str) -> None:
-            if stop():
-                raise _Stopped
-
-        lines: dict[str, list[dict[str, Any]]] = {}
-        params = state.params  # they stay where they are; LoRA is merged into them
-        if isinstance(settings, TuningSettings) and settings.lora is not None:
-            like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
-            params = jax.jit(split_params(graph, settings).merge_lora, out_shardings=like)(params, state.frozen)
-        sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
-        kind = next(iter(sharding.device_set)).device_kind
-        model = LoadedModel(
-            graph=graph,
-            params=params,
-            tokenizer=chat_tokenizer(context),
-            name=context.recipe.name,
-            context=length,
-            layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
-            system_prompt=system_prompt,
-            compute_dtype=compute_dtype(settings.precision, chip(kind)).name,
-        )
-        weights = {id(leaf) for leaf in jax.tree.leaves(params)}
-        beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in weights)
-        try:
-            results = evaluate(
-                model,
-                monitor.tasks,
-                keep=context.folder / ANSWERS,
-                task_folders={} if world is None else {POCKET_WORLD: world / "tasks"},
-                data_dir=monitor.data_dir,
-                limit=monitor.limit,
-                sample_seed=context.recipe.seed,
-                batch_size=rows_that_fit(model, beside=beside),
-                answered=lambda task, line: lines.setdefault(task, []).append(line),
-                progress=raise_if_stopped,
-            )
-        except _Stopped:
-            return None
-        except UserError as error:
-            where = ", ".join(filter(None, (key, error.where)))
-            raise UserError(error.what, where=where, fix=error.fix) from error
-        right = {task: items for task in sorted(lines) if (items := right_items(lines[task])) is not None}
-        if (len(right) < len(lines) and monitor.on_regression != "log") or not lines:
-            what = f"not all of these have a metric that is right or wrong for an item: {', '.join(_BINARY)}"
-            raise UserError(what, where=key, fix="Choose tasks that have one and are scored by log-likelihood.")
-        return {task: entry["metrics"] for task, entry in results["tasks"].items()}, right
-
-    return BenchmarkMonitor(monitor, context.folder, settings.steps, score, keep)

@@ -5,8 +5,7 @@ A result is there once its manifest is, which is copied last, and is taken only 
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping
 
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, download, download_newest, forget, is_inside
 from affinage.errors import UserError, first_line
@@ -28,55 +27,8 @@ class RemoteResults:
         self._remote, self._store = RemoteFolder(url), store
         self._manifests: dict[str, Manifest | None] = {}
 
-    def has(self, request: Request) -> bool:
-        """Whether a result is there. Raises UserError if the server does not answer."""
-        return self._manifest(request) is not None
-
-    def bring(
-        self,
-        steps: Collection[str],
-        requests: Mapping[str, Request],
-        locked: Callable[[Request], AbstractContextManager[bool]],
-        *,
-        small: bool = False,
-    ) -> None:
-        """Copy the results of `steps`, and what they were made from, as far as they are there and not here.
-
-        Inside of `locked`, no other process writes a result; it yields whether it is still missing. With `small`, only
-        small files of large results are copied.
-        """
-        wanted = {name: not small or name not in _LARGE for name in steps}
-        for name in reversed([*requests]):  # a step comes after those that it reads
-            if name not in wanted:
-                continue
-            request = requests[name]
-            for other in request.inputs:
-                wanted.setdefault(other, other not in _LARGE)
-            here = self._store.is_complete(request) or (not wanted[name] and read_manifest(self._store.path(request)))
-            if not here and self.has(request):
-                with locked(request) as missing:
-                    if missing:
-                        self._fetch(request, whole=wanted[name])
-
-    def _fetch(self, request: Request, *, whole: bool) -> None:
-        name, manifest = self._store.path(request).name, self._manifest(request)
-        assert manifest is not None
-        files = {file: facts for file, facts in manifest.files.items() if whole or facts.bytes <= _SMALL_FILE}
-        print_line(f"copying {name} from {self.url}: {sum(facts.bytes for facts in files.values()) / 1e6:,.1f} MB")
-        part = self._store.folder / f".{name}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        for file, facts in files.items():
-            self._remote.get(f"{name}/{file}", part / file)
-            if hash_on_disk(part / file)["sha256"] != facts.sha256:
-                fix = f"Remove its {MANIFEST}, and it is made again."
-                raise UserError(f"{file} is not what was copied there", where=f"{self.url}/{name}", fix=fix)
-        (part / MANIFEST).write_bytes(self._remote.read(f"{name}/{MANIFEST}") or b"")
-        self._store.discard(request)
-        part.rename(self._store.path(request))
-
-    def _manifest(self, request: Request) -> Manifest | None:
-        """The manifest of a result that is there; None if there is none, or it is of another result."""
+    def manifest(self, request: Request) -> Manifest | None:
+        """The manifest of a result that is there; None if there is none. Raises UserError if the server is silent."""
         name = self._store.path(request).name
         if name not in self._manifests:
             text = self._remote.read(f"{name}/{MANIFEST}")
@@ -87,6 +39,40 @@ class RemoteResults:
             sound = manifest.key == request.key and all(map(is_inside, manifest.files))
             self._manifests[name] = manifest if sound else None
         return self._manifests[name]
+
+    def bring(self, steps: Collection[str], requests: Mapping[str, Request], *, small: bool = False) -> None:
+        """Copy the results of `steps`, and what they were made from, as far as they are there and not here.
+
+        With `small`, only small files of large results are copied.
+        """
+        wanted = {name: not small or name not in _LARGE for name in steps}
+        for name in reversed([*requests]):  # a step comes after those that it reads
+            if name not in wanted:
+                continue
+            request = requests[name]
+            for other in request.inputs:
+                wanted.setdefault(other, other not in _LARGE)
+            here = self._store.is_complete(request) or (not wanted[name] and read_manifest(self._store.path(request)))
+            if not here and (manifest := self.manifest(request)) is not None:
+                with self._store.making(request) as missing:
+                    if missing:
+                        self._fetch(request, manifest, whole=wanted[name])
+
+    def _fetch(self, request: Request, manifest: Manifest, *, whole: bool) -> None:
+        name = self._store.path(request).name
+        files = {file: facts for file, facts in manifest.files.items() if whole or facts.bytes <= _SMALL_FILE}
+        print_line(f"copying {name} from {self.url}: {sum(facts.bytes for facts in files.values()) / 1e6:,.1f} MB")
+        part = self._store.folder / f".{name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        for file, facts in files.items():
+            self._remote.get(f"{name}/{file}", part / file)
+            if hash_on_disk(part / file)["sha256"] != facts.sha256:
+                fix = f"Remove its {MANIFEST}, and it is made again."
+                raise UserError(f"{file} is not what was copied there", where=f"{self.url}/{name}", fix=fix)
+        self._remote.get(f"{name}/{MANIFEST}", part / MANIFEST)
+        self._store.discard(request)
+        part.rename(self._store.path(request))
 
     def resume(self, request: Request, *, forced: bool) -> None:
         """Begin a training with its newest checkpoint there, where that is newer than what is here.

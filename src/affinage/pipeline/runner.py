@@ -5,14 +5,13 @@ import itertools
 import json
 import os
 import platform
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
@@ -21,28 +20,26 @@ from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
-from affinage.pipeline.step import Step, StepContext, print_line
-from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, versions, write_json
-from affinage.results import RESULT, RESULTS, Result, read_json
+from affinage.pipeline.step import Step, StepContext, located, print_line
+from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, write_json
+from affinage.results import RESULT, RESULTS, Result, read_json, versions
 from affinage.stopping import StopSignals
 
 if TYPE_CHECKING:
     from affinage.pipeline.remote_results import RemoteResults
 
 _SAME, _NEXT = "what is run", "the next step"  # what processes exchange
-_KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
-_POLL = 0.5  # seconds, while another process makes a result
+_POLL = 0.5  # seconds
 _SHOWN_WITHIN = 20.0  # seconds: a network file system may be late to show what another machine wrote
-_REMOTE = "complete at the remote"  # the reason of a step whose result is only there
+_COMPLETE, _REMOTE = "complete", "complete at the remote"  # the reasons of steps that do not run
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step, what its result is a function of, and whether that result is there."""
+    """A step, what its result is a function of, and why it runs or does not."""
 
     step: Step
     request: Request
-    complete: bool
     reason: str
     unchecked: dict[str, str]  # URLs that it reads and of which no server gave the version -> why
 
@@ -52,19 +49,23 @@ class PlannedStep:
         return self.step.name
 
     @property
+    def complete(self) -> bool:
+        """Whether its result is here or at the remote, so that it does not run."""
+        return self.reason in (_COMPLETE, _REMOTE)
+
+    @property
     def forced(self) -> bool:
         """Whether it runs because of `--force`."""
         return self.reason.startswith("forced")
 
 
-class ProgressListener(Protocol):
-    """Is called as a run continues."""
+class ProgressListener:
+    """Is called as a run continues. This one shows nothing."""
 
-    def on_begin(self, planned: PlannedStep) -> None:
-        """A step begins."""
-
-    def on_progress(self, message: str) -> None:
-        """The running step has got further."""
+    @contextlib.contextmanager
+    def running(self, planned: PlannedStep) -> Iterator[Callable[[str], None]]:
+        """A step runs inside. Yields a function that takes a few words when the step has got further."""
+        yield lambda message: None
 
     def on_metrics(self, row: Mapping[str, Any]) -> None:
         """The running training has written a line of its metrics."""
@@ -93,8 +94,15 @@ class PipelineRunner:
         if self.folder == self.store.folder:
             where, fix = loaded.locate(("name",)), "Give the recipe another name."
             raise UserError("results are kept in `store`", where=where, fix=fix)
-        _select(steps, force)  # refuses names of no step
-        self._all, self._steps, self._force = steps, _select(steps, until), force
+        known = [step.name for step in steps]
+        if unknown := [name for name in (*until, *force) if name not in known]:
+            raise UserError(f"this recipe has no step `{unknown[0]}`", fix=f"Its steps: {', '.join(known)}.")
+        wanted = set(until or known)
+        for step in reversed(steps):
+            if step.name in wanted:
+                wanted.update(step.inputs)
+        self._all, self._force = steps, force
+        self._steps = [step for step in steps if step.name in wanted]
         self._sources: dict[str, tuple[dict[str, str], dict[str, str]]] = {}  # of each step, read once
         self._remote: RemoteResults | None = None
         if loaded.recipe.runtime.remote is not None:
@@ -116,17 +124,29 @@ class PipelineRunner:
             sources, unchecked = self._sources[step.name]
             inputs = {name: planned[name].request.key for name in step.inputs}
             request = Request(step.name, step.version, step.config, inputs, sources)
-            forced = [name for name in step.inputs if planned[name].forced]
-            complete, reason = False, ""
-            if step.name in self._force or forced:
-                reason = f"forced by {forced[0]}" if step.name not in self._force else "forced"
-            elif self.store.is_complete(request):
-                complete, reason = True, "complete"
-            elif self._remote is not None and self._remote.has(request):
-                complete, reason = True, _REMOTE
-            reason = reason or _reason_to_run(step, self.store, request, before)
-            planned[step.name] = PlannedStep(step, request, complete, reason, unchecked)
+            forced = "forced" if step.name in self._force else ""
+            forced = forced or next((f"forced by {name}" for name in step.inputs if planned[name].forced), "")
+            reason = forced or self._reason(step, request, before)
+            planned[step.name] = PlannedStep(step, request, reason, unchecked)
         return list(planned.values())
+
+    def _reason(self, step: Step, request: Request, before: Request | None) -> str:
+        """Why a step runs or does not: whether its result is there, else how it differs from that of the run before."""
+        if self.store.is_complete(request):
+            return _COMPLETE
+        if self._remote is not None and self._remote.manifest(request) is not None:
+            return _REMOTE
+        if damage := self.store.damage(request):
+            return f"damaged: {damage}"
+        if read_request(self.store.path(request)):
+            return "not finished; resumes" if step.resumable else "not finished; starts again"
+        if before is None:
+            return "never ran"
+        reasons = []
+        for name, word in (("settings", "settings"), ("sources", "files"), ("inputs", "input"), ("version", "version")):
+            if keys := [key for key, _ in differing([getattr(each, name) for each in (before, request)])]:
+                reasons.append(f"{word} changed: {', '.join(keys)}".removesuffix(": "))
+        return "; ".join(reasons) or "never ran in this store"
 
     def check(self, planned: Iterable[PlannedStep]) -> None:
         """Raise UserError for what is known to fail in a step that must run, before the first of them runs."""
@@ -134,8 +154,11 @@ class PipelineRunner:
             if not each.complete and each.step.check is not None:
                 each.step.check(self.loaded)
 
-    def run(self, listener: ProgressListener) -> list[PlannedStep]:
-        """Run what is not complete, and return the steps that ran. The other processes of a run call `follow`.
+    def run(self, listener: ProgressListener) -> dict[str, float]:
+        """Run what is not complete. The other processes of a run call `follow`.
+
+        Returns:
+            The seconds that each step took which ran.
 
         Raises:
             UserError: also if another process is at the same run.
@@ -158,36 +181,37 @@ class PipelineRunner:
         while (work := Processes.current.broadcast(_NEXT, None, seconds=None)) is not None:
             requests = {name: Request(**fields) for name, fields in work["requests"].items()}
             request, until = requests[work["step"]], time.monotonic() + _SHOWN_WITHIN
-            folder = self.store.path(request)
-            context = StepContext(self.loaded, folder, self._inputs(request.inputs), self.folder)
+            context = self._context(request)
+            folder = context.folder
             while not (folder / REQUEST).is_file() and time.monotonic() < until:
                 time.sleep(_POLL)
             if not (folder / REQUEST).is_file() and self._remote is not None and context.saves_to != folder:
-                self._remote.bring(request.inputs, requests, self._making)  # a disk of its own
+                self._remote.bring(request.inputs, requests)  # a disk of its own
                 self.store.begin(request, resume=True)
             if not all((path / REQUEST).is_file() for path in (folder, *context.inputs.values())):
                 what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
                 fix = "Give all processes a --runs on a disk that they share, or a gs:// remote; see docs/clusters.md."
                 raise UserError(what, where=str(folder.absolute()), fix=fix)
-            with Processes.current.all_at_work(), self._errors_with_lines():
-                steps[work["step"]].fn(context)
+            with Processes.current.all_at_work(), located(self.loaded, request.step):
+                steps[request.step].fn(context)
 
     def _common(self) -> dict[str, str]:
         """What must be the same for all processes."""
         return {"the recipe": self.loaded.recipe.model_dump_json(), **versions()}
 
-    def _inputs(self, keys: Mapping[str, str]) -> dict[str, Path]:
-        return {name: self.store.find(name, key) for name, key in keys.items()}
+    def _context(self, request: Request, **shown: Callable[..., None]) -> StepContext:
+        inputs = {name: self.store.find(name, key) for name, key in request.inputs.items()}
+        return StepContext(self.loaded, self.store.path(request), inputs, self.folder, **shown)
 
     # ---- the run ----
 
-    def _run(self, listener: ProgressListener) -> list[PlannedStep]:
-        steps, remote, ran = self.plan(), self._remote, []
-        if all(planned.complete and self.store.is_complete(planned.request) for planned in steps):
+    def _run(self, listener: ProgressListener) -> dict[str, float]:
+        steps, remote, seconds = self.plan(), self._remote, dict[str, float]()
+        if all(planned.reason == _COMPLETE for planned in steps):
             self._note(steps)
-            return []
+            return {}
         try:
-            lock = self._lock(f"{self.loaded.recipe.name}.run").acquire()
+            lock = self.store.lock(f"{self.loaded.recipe.name}.run").acquire()
         except Timeout:
             fix = "Wait until it ends, or make another run: --set name=NAME, or --runs FOLDER."
             raise UserError("another process is at this run", where=str(self.folder), fix=fix) from None
@@ -201,43 +225,41 @@ class PipelineRunner:
             requests = {planned.name: planned.request for planned in steps}
             if remote is not None:
                 for request in requests.values():
-                    if self.store.is_complete(request) and not remote.has(request):
+                    if self.store.is_complete(request) and remote.manifest(request) is None:
                         remote.put(request)
                 if all(planned.complete for planned in steps):
-                    remote.bring(list(requests), requests, self._making, small=True)
+                    remote.bring(list(requests), requests, small=True)
                     self._note(steps)
             for planned in steps:
                 if planned.reason == _REMOTE:
                     continue
-                with self._making(planned.request) as missing:
+                with self.store.making(planned.request) as missing:
                     if missing:
                         StopSignals.raise_pending()
                         if remote is not None:
                             small = bool(planned.step.artifact)
-                            remote.bring(planned.step.inputs, requests, self._making, small=small)
+                            remote.bring(planned.step.inputs, requests, small=small)
                             self._note(steps)
-                        self._make(planned, requests, listener)
-                        ran.append(planned)
+                        seconds[planned.name] = self._make(planned, requests, listener)
                 self._link(planned)
                 if missing and remote is not None:
                     remote.put(planned.request)
             if remote is not None and remote.failure:
                 print_line(f"NOT all results were copied to {remote.url}: {remote.failure}; run it again to try")
-        return ran
+        return seconds
 
-    def _make(self, planned: PlannedStep, requests: Mapping[str, Request], listener: ProgressListener) -> None:
+    def _make(self, planned: PlannedStep, requests: Mapping[str, Request], listener: ProgressListener) -> float:
         step, request, store = planned.step, planned.request, self.store
         folder = store.begin(request, resume=step.resumable)
-        listener.on_begin(planned)
-        started, clock = time.time(), time.monotonic()
 
         def on_metrics(row: Mapping[str, Any]) -> None:
             self._link(planned)  # users look at a training while it runs; one that is refused leaves the run as it was
             listener.on_metrics(row)
 
-        inputs = self._inputs(request.inputs)
-        context = StepContext(self.loaded, folder, inputs, self.folder, listener.on_progress, on_metrics)
-        with self._errors_with_lines(), contextlib.ExitStack() as together:
+        with contextlib.ExitStack() as entered:
+            progress = entered.enter_context(listener.running(planned))
+            started, clock = time.time(), time.monotonic()
+            entered.enter_context(located(self.loaded, step.name))
             for url in filter(is_url, step.files) if planned.forced else ():
                 from affinage.data.downloads import cached_path
 
@@ -247,50 +269,13 @@ class PipelineRunner:
             if step.distributed:
                 work = {"step": step.name, "requests": {name: asdict(each) for name, each in requests.items()}}
                 Processes.current.broadcast(_NEXT, work)
-                together.enter_context(Processes.current.all_at_work())
-            summary = step.fn(context)
+                entered.enter_context(Processes.current.all_at_work())
+            summary = step.fn(self._context(request, progress=progress, on_metrics=on_metrics))
         seconds = store.finish(request, summary, started=started, clock=clock)
         listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
-
-    # ---- other processes ----
-
-    def _lock(self, name: str) -> FileLock:
-        """A lock on a run or a result, which at most one process holds, and never one that has ended."""
-        folder = self.store.folder / ".locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
-
-    @contextlib.contextmanager
-    def _making(self, request: Request) -> Iterator[bool]:
-        """Inside, a missing result is this process's to make. Yields whether it is missing.
-
-        While another process makes it, this one waits and prints that.
-        """
-        if self.store.is_complete(request):
-            yield False
-            return
-        lock = self._lock(self.store.path(request).name)
-        try:
-            held = lock.acquire()
-        except Timeout:
-            print_line(f"{request.step}: waiting for another process, which is making it")
-            held = lock.acquire(timeout=-1, poll_interval=_POLL)
-        with held:
-            yield not self.store.is_complete(request)
+        return seconds
 
     # ---- the folder of the run ----
-
-    @contextlib.contextmanager
-    def _errors_with_lines(self) -> Iterator[None]:
-        """Add the line of the recipe to errors that name one of its keys, such as `data.sources[0]`."""
-        try:
-            yield
-        except UserError as error:
-            keys = re.findall(r"\w+", error.where)
-            if not keys or keys[0] not in type(self.loaded.recipe).model_fields or not _KEY.fullmatch(error.where):
-                raise
-            where = self.loaded.locate([int(key) if key.isdigit() else key for key in keys])
-            raise UserError(error.what, where=where or error.where, fix=error.fix) from error
 
     def _link(self, planned: PlannedStep) -> None:
         """Link a result in the run's folder, and remove the links to what was made from another result of its step."""
@@ -317,37 +302,6 @@ class PipelineRunner:
         for entry in self.folder.iterdir():
             if entry.name not in names and entry.is_symlink() and self.store.folder.name in entry.readlink().parts:
                 entry.unlink()
-
-
-# ---- what must run, and why ----
-
-
-def _select(steps: Sequence[Step], until: Sequence[str]) -> list[Step]:
-    """Returns the steps of `until` and all that they read, in order; every step if `until` is empty."""
-    known = {step.name: step for step in steps}
-    for name in until:
-        if name not in known:
-            raise UserError(f"this recipe has no step `{name}`", fix=f"Its steps: {', '.join(known)}.")
-    wanted = set(until or known)
-    for step in reversed(steps):
-        if step.name in wanted:
-            wanted.update(step.inputs)
-    return [step for step in steps if step.name in wanted]
-
-
-def _reason_to_run(step: Step, store: Store, request: Request, before: Request | None) -> str:
-    """Why a step must run: how it differs from the request `before`, of the previous run."""
-    if damage := store.damage(request):
-        return f"damaged: {damage}"
-    if read_request(store.path(request)):
-        return "not finished; resumes" if step.resumable else "not finished; starts again"
-    if before is None:
-        return "never ran"
-    reasons = []
-    for name, word in (("settings", "settings"), ("sources", "files"), ("inputs", "input"), ("version", "version")):
-        if keys := [key for key, _ in differing([getattr(each, name) for each in (before, request)])]:
-            reasons.append(f"{word} changed: {', '.join(keys)}".removesuffix(": "))
-    return "; ".join(reasons) or "never ran in this store"
 
 
 # ---- sweeps ----

@@ -3,7 +3,6 @@
 import contextlib
 import glob
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from affinage.config.data import POCKET_WORLD
+from affinage.data.json_files import write_json
 from affinage.data.places import is_url, printable
 from affinage.errors import first_line
 from affinage.paths import from_home
@@ -50,11 +50,9 @@ def fingerprints(paths: Iterable[str]) -> dict[str, str]:
                 learned[name] = entry
         result[printable(str(file))] = str(entry[-1])
     if learned:
-        part = memory.with_name(f".{memory.name}.{os.getpid()}")
         with contextlib.suppress(OSError):  # it only saves time
             memory.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(known | learned), encoding="utf-8")
-            part.replace(memory)
+            write_json(memory, known | learned)
     return result
 
 

@@ -1,6 +1,7 @@
 """A pipeline step: a function, the settings that decide its result, and what it reads."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,6 +16,7 @@ from affinage.config.recipe import Recipe
 from affinage.errors import UserError
 from affinage.paths import from_home
 
+_KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 Summary = dict[str, Any]  # JSON-able facts about a result, which become its `result.json`
 
 
@@ -81,6 +83,21 @@ def lazily(module: str, function: str, **settings: Any) -> Callable[..., Any]:
 def mesh_of(recipe: Recipe) -> dict[str, int | str]:
     """The recipe's mesh."""
     return {str(axis): size for axis, size in recipe.mesh.items()}
+
+
+@contextlib.contextmanager
+def located(loaded: LoadedRecipe, section: str) -> Iterator[None]:
+    """Inside, errors that name a key of the recipe or of a section of it, such as `data.sources[0]`, name its line."""
+    try:
+        yield
+    except UserError as error:
+        keys = [int(word) if word.isdigit() else word for word in re.findall(r"\w+", error.where)]
+        if keys and _KEY.fullmatch(error.where):
+            if hasattr(getattr(loaded.recipe, section, None), str(keys[0])):
+                keys = [section, *keys]
+            if keys[0] in Recipe.model_fields:
+                error.where = loaded.locate(keys) or error.where
+        raise
 
 
 @contextlib.contextmanager

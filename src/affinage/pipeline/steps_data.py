@@ -7,23 +7,20 @@ from typing import Any
 from affinage.config.data import DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import TuningSettings
+from affinage.data import ingest
 from affinage.data.conversations import check_source
-from affinage.data.decontaminate import decontaminate as decontaminate_documents
-from affinage.data.decontaminate import write_items
-from affinage.data.dedup import dedup as dedup_documents
+from affinage.data.decontaminate import decontaminate, write_items
+from affinage.data.dedup import dedup
 from affinage.data.executor import open_executor
 from affinage.data.filters import filter_documents, known_languages
-from affinage.data.ingest import check as check_text_source
-from affinage.data.ingest import ingest as ingest_sources
 from affinage.data.overlap import BenchmarkItem, kind_of_items, read_items
 from affinage.data.places import released_folder
-from affinage.data.split import split as split_documents
+from affinage.data.split import split
 from affinage.data.synthetic import write_world
 from affinage.data.token_shards import check_url
-from affinage.data.tokenize import tokenize as tokenize_documents
+from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.tokenizer_training import measure
-from affinage.data.tokenizer_training import train_tokenizer as train
+from affinage.data.tokenizer_training import measure, train_tokenizer
 from affinage.data.tuning_data import prepare_tuning_data
 from affinage.errors import UserError
 from affinage.evaluation.tasks import GROUPS, benchmark_items, check_names, is_task_file, of_pocket_world
@@ -33,7 +30,7 @@ from affinage.pipeline.step import StepContext, Summary, at, check_exists, print
 # Counts of tuning data that are printed: what was cut, left out, or written in another way.
 _COUNTS = (
     *("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere"),
-    *("unrolled", "reasoning_dropped", "prompt_differs"),
+    *("rewritten", "reasoning_dropped", "prompt_differs"),
 )
 
 
@@ -42,44 +39,39 @@ def synthesize(context: StepContext, size: int) -> Summary:
     return write_world(context.folder, megabytes=size / 1e6, seed=context.recipe.seed)
 
 
-def ingest(context: StepContext) -> Summary:
+def ingest_step(context: StepContext) -> Summary:
     """Read every source into one form."""
-    world = context.inputs.get("synthesize")
-    return _pooled(context, ingest_sources, _settings(context), context.folder, world)
+    return _pooled(context, ingest.ingest, _settings(context), context.folder, context.inputs.get("synthesize"))
 
 
 def filter_step(context: StepContext) -> Summary:
     """Remove what is no document in one of the recipe's languages."""
-    settings, documents = _settings(context), context.inputs["ingest"]
-    return _pooled(context, filter_documents, documents, context.folder, settings.filters, settings.languages)
+    settings = _settings(context)
+    return _of_documents(context, filter_documents, settings.filters, settings.languages)
 
 
-def dedup(context: StepContext) -> Summary:
+def dedup_step(context: StepContext) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
     settings = _settings(context).dedup
     assert settings is not None
     against = released_folder(settings.against, context.run_folder.parent) if settings.against else None
-    return _pooled(context, dedup_documents, context.inputs["filter"], context.folder, settings, against=against)
+    return _of_documents(context, dedup, settings, against=against)
 
 
-def decontaminate(context: StepContext) -> Summary:
+def decontaminate_step(context: StepContext) -> Summary:
     """Remove documents that hold an item of a benchmark."""
-    documents = context.inputs.get("dedup") or context.inputs["filter"]
-    settings, items = _settings(context).decontaminate, _benchmark_items(context)
-    return _pooled(context, decontaminate_documents, documents, context.folder, settings, items)
+    return _of_documents(context, decontaminate, _settings(context).decontaminate, _benchmark_items(context))
 
 
-def split(context: StepContext) -> Summary:
+def split_step(context: StepContext) -> Summary:
     """Set aside the documents that are never trained on."""
-    inputs = context.inputs
-    documents = inputs.get("decontaminate") or inputs.get("dedup") or inputs["filter"]
-    return _pooled(context, split_documents, documents, context.folder, _settings(context).split, context.recipe.seed)
+    return _of_documents(context, split, _settings(context).split, context.recipe.seed)
 
 
-def train_tokenizer(context: StepContext) -> Summary:
+def tokenizer_step(context: StepContext) -> Summary:
     """Train the tokenizer on the training documents."""
     recipe, languages = context.recipe, _settings(context).languages
-    return train(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
+    return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
 
 
 def base_tokenizer(context: StepContext) -> Summary:
@@ -92,11 +84,10 @@ def base_tokenizer(context: StepContext) -> Summary:
     return facts | (measure(tokenizer, context.inputs["split"]) if "split" in context.inputs else {})
 
 
-def tokenize(context: StepContext) -> Summary:
+def tokenize_step(context: StepContext) -> Summary:
     """Write the documents as shards of packed tokens."""
     recipe, tokenizer = context.recipe, Tokenizer(context.inputs["train-tokenizer"])
-    arguments = (context.inputs["split"], tokenizer, context.folder, recipe.packing, recipe.seed)
-    return _pooled(context, tokenize_documents, *arguments)
+    return _pooled(context, tokenize, context.inputs["split"], tokenizer, context.folder, recipe.packing, recipe.seed)
 
 
 def tuning_data(context: StepContext, section: str) -> Summary:
@@ -151,9 +142,14 @@ def chat_tokenizer(context: StepContext) -> Tokenizer:
 
 def _pooled(context: StepContext, work: Callable[..., Summary], *arguments: Any, **settings: Any) -> Summary:
     """Call the function of a data step with the recipe's executor, and show the share of its work that is done."""
-    recipe = context.recipe.data or DataSettings.model_construct()
-    with open_executor(recipe, progress=context.progress) as executor:
+    with open_executor(context.recipe.data or DataSettings.model_construct(), progress=context.progress) as executor:
         return work(*arguments, executor=executor, **settings)
+
+
+def _of_documents(context: StepContext, work: Callable[..., Summary], *arguments: Any, **settings: Any) -> Summary:
+    """The same for a step from documents to documents, which reads one result and no more."""
+    [documents] = context.inputs.values()
+    return _pooled(context, work, documents, context.folder, *arguments, **settings)
 
 
 def _settings(context: StepContext) -> DataSettings:
@@ -169,20 +165,19 @@ def check_ingest(loaded: LoadedRecipe) -> None:
     assert loaded.recipe.data is not None
     for index, source in enumerate(loaded.recipe.data.sources):
         with at(loaded, "data", "sources", index):
-            check_text_source(source, loaded.recipe.data)
+            ingest.check(source, loaded.recipe.data)
 
 
 def check_filter(loaded: LoadedRecipe) -> None:
     """Language identification knows the languages of the recipe."""
     settings = loaded.recipe.data
     assert settings is not None
-    languages = settings.languages if settings.filters.language_threshold else ()
-    places: list[tuple[str, tuple[str | int, ...]]]
-    places = [(language, ("data", "languages", index)) for index, language in enumerate(languages)]
+    languages = enumerate(settings.languages if settings.filters.language_threshold else ())
+    written: dict[tuple[str | int, ...], str] = {("data", "languages", at): language for at, language in languages}
     for index, source in enumerate(settings.sources):
         if source.language and source.kind != "code" and source.language not in settings.languages:
-            places.append((source.language, ("data", "sources", index, "language")))
-    for language, key in places:
+            written["data", "sources", index, "language"] = source.language
+    for key, language in written.items():
         if language not in known_languages():
             fix = "Languages are ISO 639-1 codes, such as en and fr; data.filters.language_threshold=0 turns it off."
             raise UserError(f"language id does not know `{language}`", where=loaded.locate(key), fix=fix)

@@ -1,9 +1,10 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
-from collections.abc import Callable
+import bisect
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,57 +25,42 @@ from affinage.model.graph import ANSWERS, preference_graph
 from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
 from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
 from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder
-from affinage.pipeline.monitor import monitor_of
+from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params
-from affinage.pipeline.step import StepContext, Summary, at, mesh_of, print_line
+from affinage.pipeline.step import StepContext, Summary, located, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, write_json
 from affinage.planning.estimate import remat_for_devices
 from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
-from affinage.training import TrainJob, rows_per_step
-from affinage.training import train as run_training
-from affinage.training.job import Extension
+from affinage.training import TrainJob, rows_per_step, train
 from affinage.training.layerwise import check_update
 from affinage.training.optimizer import check_choices
 from affinage.training.state import split_params
 from affinage.training.trainer import Trainer
 
-_BEFORE = {"pretrain": (), "sft": ("pretrain",), "dpo": ("sft", "pretrain")}  # what a training begins with, if it ran
-Tuning = TypeVar("Tuning", bound=TuningSettings)
 
-
-def train(context: StepContext) -> Summary:
+def train_step(context: StepContext) -> Summary:
     """Train the model, from random weights or those of the training or import before, on the rows of its data step."""
     recipe, name, inputs = context.recipe, context.step, context.inputs
     requested = getattr(recipe, name)
-    rows, reference = inputs[ROWS[name]], inputs.get("ref-logprobs")
+    rows = inputs[ROWS[name]]
     feed, validation = _token_rows(context, requested, rows)
     settings = within_epochs(requested, feed, name) if isinstance(requested, TuningSettings) else requested
     prompt = "" if name == "pretrain" else recipe.chat_system_prompt if name == "dpo" else requested.system_prompt
     data = {"rows": content_hash(rows, "train")}
-    if name == "dpo":
-        for held_out in validation.values():
-            held_out.bytes = 0  # the loss is of pairs, not of text
-    if reference is not None:
+    if (reference := inputs.get("ref-logprobs")) is not None:
         feed.reference, of_validation = (
             {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in (reference / part).glob("*.npy")}
             for part in ("train", "validation")
         )
         for title, held_out in validation.items():
-            held_out.reference = of_validation.get(title)
+            held_out.bytes, held_out.reference = 0, of_validation.get(title)  # the loss is of pairs, not of text
         data["reference"] = content_hash(reference, "train")
     graph = _graph_of(context)
-    job = _job(
-        context,
-        graph,
-        settings,
-        feed,
-        data=data,
-        validation=validation,
-        monitor=monitor_of(context, settings, graph, feed.context, prompt),
-    )
+    monitor = settings.monitor and BenchmarkMonitor(context, settings, graph, feed.context, prompt)
+    job = _job(context, graph, settings, feed, data=data, validation=validation, monitor=monitor)
     if Processes.current.first:
         # What one must know, beside the checkpoints, to use the model.
         facts = {"graph": graph.to_dict(), "context": feed.context, "system_prompt": prompt}
@@ -86,10 +72,10 @@ def train(context: StepContext) -> Summary:
         if (folder := initial_folder(context.loaded)) is not None:
             imported = read_json(folder / MODEL)["imported"]
             facts["release"] = imported.get("release", {})
-            if not {"pretrain", "sft"} & inputs.keys() and "from" in imported:
+            if _before(inputs) is None and "from" in imported:
                 facts["begun_with"] = imported["from"]
         write_json(context.folder / MODEL, facts)
-    summary = run_training(job)
+    summary = train(job)
     if context.saves_to != context.folder and Processes.current.first:
         download(str(context.remote), context.folder, SAVED)
     if name == "pretrain":
@@ -134,26 +120,19 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
     if isinstance(settings, DpoSettings):
         graph = preference_graph(base, settings, documents_in_a_row(inputs["preference-data"]))
     if parallel.remat == "auto":
-        mesh = make_mesh(mesh_of(recipe), acquire())
-        layout, rows = MeshLayout(mesh, table_with(parallel.sharding)), rows_per_step(settings, mesh.size)
-        seq_len = getattr(settings, "seq_len", None) or recipe.packing.seq_len
-        choice = remat_for_devices(base, settings, parallel, layout, rows, seq_len)
+        layout = MeshLayout(make_mesh(mesh_of(recipe), acquire()), table_with(parallel.sharding))
+        choice = remat_for_devices(base, settings, parallel, layout, feed.batch_size, feed.context)
         print_line(f"{name}: {choice}")
         parallel = parallel.model_copy(update={"remat": choice.remat})
-    rules: dict[str, Any] = {"keep_last": runtime.checkpoint.keep_last, "keep_every": runtime.checkpoint.keep_every}
     if context.remote is not None:
+        rules = runtime.checkpoint.model_dump(include={"keep_last", "keep_every"})
         fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
         fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", saved=uploader.saved, **rules)
-    # The weights of the training before, or those that the recipe begins with; None for random ones.
-    trainings = _BEFORE["dpo" if name == "ref-logprobs" else name]
-    before = next((inputs[each] for each in trainings if each in inputs), None)
-    folder = initial_folder(context.loaded)
-    initial: Callable[[Any], Any] | None = None
-    if before is not None:
+    initial: Callable[[Any], Any] | None = None  # random weights
+    if (before := _before(inputs)) is not None:
         initial = partial(trained_params, before, base, getattr(settings, "from_step", None))
-    elif folder is not None:
+    elif (folder := initial_folder(context.loaded)) is not None:
         initial = initial_params(folder, base)
-    extension = extended(context.loaded, name) if name in recipe.trainings else None
     return TrainJob(
         graph=graph,
         settings=settings,
@@ -168,17 +147,22 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         runtime=runtime,
         trackers=trackers_of(runtime.trackers),
         tracked=TrackedRun(f"{recipe.name}/{name}", recipe.name, context.run_folder.parent.absolute()),
-        extends=None if extension is None else Extension(*extension),
+        extends=extended(context.loaded, name) if name in recipe.trainings else None,
         measured=context.on_metrics,
         **fields,
     )
+
+
+def _before(inputs: Mapping[str, Path]) -> Path | None:
+    """The training that this one begins with; None if it is the first."""
+    return inputs.get("sft") or inputs.get("pretrain")
 
 
 def _graph_of(context: StepContext) -> Graph:
     """The recipe's model, with the tokenizer's vocabulary for `vocab: auto`."""
     vocabulary, locate = Tokenizer(context.inputs["train-tokenizer"]).vocabulary, context.loaded.locate
     graph = parse(context.recipe.model, locate, vocabulary=vocabulary)
-    _check_vocabulary(vocabulary, graph, locate(("model", "nodes")))
+    _check_vocabulary(vocabulary, graph, "model.nodes")
     return graph
 
 
@@ -202,19 +186,16 @@ def _token_rows(
     return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
 
 
-def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:
+def within_epochs(settings: TuningSettings, feed: DataLoader, where: str) -> TuningSettings:
     """The settings with at most the steps that `num_epochs` allows, and a schedule that ends with them.
 
     A warm-up that is longer becomes a tenth of the steps.
     """
     if settings.num_epochs is None:
         return settings
-    steps, high = 1, settings.steps
-    while steps < high:  # to the last step after which no source was read more often
-        middle = (steps + high + 1) // 2
-        fits = max(feed.epochs(middle).values()) <= settings.num_epochs
-        steps, high = (middle, high) if fits else (steps, middle - 1)
-    schedule = settings.schedule
+    # The last step after which no source was read more often.
+    read = bisect.bisect(range(1, settings.steps + 1), settings.num_epochs, key=lambda n: max(feed.epochs(n).values()))
+    steps, schedule = max(read, 1), settings.schedule
     if steps == settings.steps:
         return settings
     if schedule.warmup_steps > steps:
@@ -226,34 +207,24 @@ def within_epochs(settings: Tuning, feed: DataLoader, where: str) -> Tuning:
 
 def check_training(loaded: LoadedRecipe, name: str) -> None:
     """The model, its mesh, batch and settings fit together, and what the training reads is there."""
-    recipe, settings, line = loaded.recipe, getattr(loaded.recipe, name), partial(at, loaded)
-    with line("runtime", "trackers"):
-        trackers_of(recipe.runtime.trackers)
+    recipe, settings, folder = loaded.recipe, getattr(loaded.recipe, name), initial_folder(loaded)
     if settings.monitor is not None:
         check_benchmarks(loaded, (name, "monitor"))
-    wanted, folder = recipe.tokenizer.vocab_size, initial_folder(loaded)
+    wanted, micro_batches = recipe.tokenizer.vocab_size, settings.gradient_accumulation_steps
     graph = parse(recipe.model, loaded.locate, vocabulary=wanted)
-    if folder is not None:
-        with line("init_from"):
-            initial_params(folder, graph)
-    elif recipe.tokenizer.kind == "bpe":
-        _check_vocabulary(wanted, graph, loaded.locate(("tokenizer", "vocab_size")))
     check_choices(settings, lambda path: loaded.locate((name, *path)))
-    with line("mesh"):
-        mesh = make_mesh(mesh_of(recipe), acquire())
-    with line(name, "lora"):
-        split = split_params(graph, settings)
-    with line(name, "optimizer_in_backward"):
-        check_update(split, settings, in_stages=mesh.shape["pipeline"] > 1)
-    with line("parallel", "sharding"):
-        table = table_with(recipe.parallel.sharding)
-    with line(name, "batch_size"):
+    with located(loaded, name):
+        trackers_of(recipe.runtime.trackers)
+        if folder is not None:
+            initial_params(folder, graph)
+        elif recipe.tokenizer.kind == "bpe":
+            _check_vocabulary(wanted, graph, "tokenizer.vocab_size")
+        mesh, table = make_mesh(mesh_of(recipe), acquire()), table_with(recipe.parallel.sharding)
+        check_update(split_params(graph, settings), settings, in_stages=mesh.shape["pipeline"] > 1)
         rows = rows_per_step(settings, mesh.size)
-        check_rows_divide(rows, settings.gradient_accumulation_steps, mesh, table)
-    with line("mesh"):
+        check_rows_divide(rows, micro_batches, mesh, table)
         check_axes_used(graph, mesh.shape, table)
         call = apply_config_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
-        strategy_for(mesh, recipe.parallel).check(graph, rows // settings.gradient_accumulation_steps, call)
+        strategy_for(mesh, recipe.parallel).check(graph, rows // micro_batches, call)
         param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
-    with line("packing", "seq_len"):
         check_positions_divide(recipe.packing.seq_len, mesh, table)

@@ -8,27 +8,27 @@ deleted by one rename first, so that a half-deleted one cannot be mistaken for a
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import affinage
+from filelock import FileLock, Timeout
+
 from affinage.errors import UserError
-from affinage.results import MANIFEST, RESULT, read_json
+from affinage.pipeline.step import print_line
+from affinage.results import MANIFEST, RESULT, read_json, versions
 
 REQUEST = "request.json"
 FORMAT = 3  # of the folders and keys; with another one, every result is made again
-_FIELDS = ("step", "version", "settings", "inputs", "sources")
+_POLL = 0.5  # seconds, while another process makes a result
 _NAME = re.compile(r"[\w-]+")
-_PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "lm-eval")  # in a manifest
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,30 @@ class Store:
     def is_complete(self, request: Request) -> bool:
         """Whether the whole result is there."""
         return read_manifest(self.path(request)) is not None and not self.damage(request)
+
+    def lock(self, name: str) -> FileLock:
+        """A lock on a run or a result, which at most one process holds, and never one that has ended."""
+        folder = self.folder / ".locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder / f"{name}.lock", timeout=0, mode=0o666)
+
+    @contextlib.contextmanager
+    def making(self, request: Request) -> Iterator[bool]:
+        """Inside, a missing result is this process's to make. Yields whether it is missing.
+
+        While another process makes it, this one waits and prints that.
+        """
+        if self.is_complete(request):
+            yield False
+            return
+        lock = self.lock(self.path(request).name)
+        try:
+            held = lock.acquire()
+        except Timeout:
+            print_line(f"{request.step}: waiting for another process, which is making it")
+            held = lock.acquire(timeout=-1, poll_interval=_POLL)
+        with held:
+            yield not self.is_complete(request)
 
     def begin(self, request: Request, *, resume: bool) -> Path:
         """Returns the folder to write the result into: an empty one, or with `resume` what an earlier attempt left."""
@@ -134,10 +158,12 @@ def read_request(folder: Path) -> Request | None:
     Names in it become names of folders, so a file with others, which a stranger may have written, is not read.
     """
     value = read_json(folder / REQUEST)
+    value.pop("key", None)
     try:
-        names = [value["step"], *value["inputs"].keys(), *value["inputs"].values()]
-        return Request(**{name: value[name] for name in _FIELDS}) if all(map(_NAME.fullmatch, names)) else None
-    except (KeyError, TypeError, AttributeError):
+        request = Request(**value)
+        names = [request.step, *request.inputs.keys(), *request.inputs.values()]
+        return request if all(map(_NAME.fullmatch, names)) else None
+    except (TypeError, AttributeError):
         return None  # of another version
 
 
@@ -175,15 +201,6 @@ def link(path: Path, target: Path) -> None:
     part.unlink(missing_ok=True)
     part.symlink_to(os.path.relpath(target, path.parent))
     part.replace(path)
-
-
-def versions() -> dict[str, str]:
-    """Versions of affinage, Python and the packages that results may depend on."""
-    installed = {"affinage": affinage.__version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
 
 
 def _sync_folder(folder: Path) -> None:

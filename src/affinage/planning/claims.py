@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from affinage.config.recipe import Claims
 from affinage.config.training import TrainSettings
-from affinage.hardware.slices import find_slice
+from affinage.hardware.chips import find_slice
 from affinage.model import Graph
 from affinage.model.analysis import parameters
 from affinage.training.state import split_params
@@ -24,37 +24,23 @@ class Facts:
     steps: int
     rows: int  # sequences of a step
     context: int  # tokens of a sequence
+    tokens: int  # that the model is trained on
     parameters: int
     active: int  # of the parameters, what one token uses
+    tokens_per_parameter: float  # of the active ones
     flops: int  # of the whole training, counted node by node (see `affinage.model.analysis`)
+    flops_by_rule: int  # 6 N D (Kaplan et al., 2020), with the active parameters
     data_tokens: int | None  # of the training data, None if they are not known
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the model is trained on."""
-        return self.steps * self.rows * self.context
-
-    @property
-    def flops_by_rule(self) -> int:
-        """6 N D (Kaplan et al., 2020), with the active parameters."""
-        return 6 * self.active * self.tokens
-
-    @property
-    def tokens_per_parameter(self) -> float:
-        """Of the active parameters."""
-        return self.tokens / self.active
-
-    @property
-    def epochs(self) -> float | None:
-        """Passes over the data."""
-        return self.tokens / self.data_tokens if self.data_tokens else None
+    epochs: float | None  # passes over the data
 
 
 def facts_of(graph: Graph, settings: TrainSettings, rows: int, context: int, data_tokens: int | None = None) -> Facts:
     """The figures of a training with `rows` sequences of `context` tokens in a step."""
-    count = parameters(graph)
-    flops = split_params(graph, settings).step_flops(rows, context) * settings.steps
-    return Facts(settings.steps, rows, context, count.total, count.active, flops, data_tokens)
+    steps, total, active = settings.steps, parameters(graph).total, parameters(graph).active
+    tokens, flops = steps * rows * context, split_params(graph, settings).step_flops(rows, context) * steps
+    epochs = tokens / data_tokens if data_tokens else None
+    ratio, by_rule = tokens / active, 6 * active * tokens
+    return Facts(steps, rows, context, tokens, total, active, ratio, flops, by_rule, data_tokens, epochs)
 
 
 @dataclass(frozen=True)
@@ -68,15 +54,17 @@ class Contradiction:
 
 def contradictions(facts: Facts, claims: Claims) -> list[Contradiction]:
     """Every claim that the recipe, or another claim, contradicts."""
-    return [*_of_size(facts, claims), *_of_data(facts, claims)]
+    return [*_contradictions(facts, claims)]
 
 
-def _of_size(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
-    """Tokens, parameters, FLOPs, and the time that these take."""
+def _contradictions(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     where = find_slice(claims.slice) if claims.slice else None
     tokens, size = claims.tokens or facts.tokens, claims.parameters or facts.active
+    # Sequences of a step that give the claimed tokens: equally many on every device.
+    exact, devices = tokens / facts.steps / facts.context, where.devices if where else 1
+    unit = devices if exact >= devices else 1
+    rows = max(1, round(exact / unit)) * unit
     if not _close(facts.tokens, tokens):
-        rows = _claimed_rows(facts, claims)
         share = f": {rows // where.devices} on each of the {where.devices} devices of a {where.name}" if where else ""
         made = f"{facts.steps:,} steps × {facts.rows:,} sequences × {facts.context:,} tokens"
         what = f"{made} is {_count(facts.tokens)} tokens, not {_count(tokens)}"
@@ -89,22 +77,17 @@ def _of_size(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     written = f"6 × {_count(size)} × {_count(tokens)} = {flops:.2g} FLOP"
     if claims.flops is not None and not _close(flops, claims.flops, _ROUGHLY):
         yield Contradiction("flops", f"6·N·D = {written}, not {claims.flops:.2g}")
-    if where is None or claims.days is None or claims.mfu is None or where.chip.bfloat16_flops is None:
-        return
-    peak = where.chip.bfloat16_flops * where.chips  # FLOP/s
-    implied = flops / (claims.days * _DAY * peak)
-    if not _close(implied, claims.mfu, _ROUGHLY):
-        needed = f"{flops / (claims.mfu * peak) / _DAY:.2f} days of a {where.name}"
-        what = f"{written} at an MFU of {claims.mfu:.0%} take {needed}, not {claims.days:g}"
-        reading = f"{claims.days:g} days would be an MFU of {implied:.1%}"
-        if not _close(facts.tokens, tokens, _ROUGHLY):
-            reading += f", or of {implied * facts.tokens / tokens:.0%} for {_count(facts.tokens)} tokens"
-        yield Contradiction("days", what, reading)
-
-
-def _of_data(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
-    """Sources, epochs, tokens a parameter, the tokens of checkpoints, and the examples of fine-tuning."""
-    tokens, total = claims.tokens or facts.tokens, sum(claims.sources.values())
+    if where is not None and claims.days is not None and claims.mfu is not None and where.chip.bfloat16_flops:
+        peak = where.chip.bfloat16_flops * where.chips  # FLOP/s
+        implied = flops / (claims.days * _DAY * peak)
+        if not _close(implied, claims.mfu, _ROUGHLY):
+            needed = f"{flops / (claims.mfu * peak) / _DAY:.2f} days of a {where.name}"
+            what = f"{written} at an MFU of {claims.mfu:.0%} take {needed}, not {claims.days:g}"
+            reading = f"{claims.days:g} days would be an MFU of {implied:.1%}"
+            if not _close(facts.tokens, tokens, _ROUGHLY):
+                reading += f", or of {implied * facts.tokens / tokens:.0%} for {_count(facts.tokens)} tokens"
+            yield Contradiction("days", what, reading)
+    total = sum(claims.sources.values())
     if total and claims.tokens is not None and not claims.epochs and not _close(total, tokens):
         reading = f"{_count(tokens)} would be {tokens / total:.2f} epochs over them"
         yield Contradiction("sources", f"the sources sum to {_count(total)} tokens, not {_count(tokens)}", reading)
@@ -112,13 +95,11 @@ def _of_data(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     if claims.epochs is not None and data and not _close(tokens / data, claims.epochs):
         what = f"{_count(tokens)} tokens are {tokens / data:.2f} epochs over {_count(data)}"
         yield Contradiction("epochs", f"{what}, not {claims.epochs:g}")
-    ratio = tokens / (claims.parameters or facts.active)
-    true = "over" if ratio > COMPUTE_OPTIMAL else "under"
+    true = "over" if tokens / size > COMPUTE_OPTIMAL else "under"
     for claimed in claims.compute_optimal:
         if claimed != true:
-            what = f"{ratio:.0f} tokens a parameter are {true} the compute-optimal {COMPUTE_OPTIMAL}"
+            what = f"{tokens / size:.0f} tokens a parameter are {true} the compute-optimal {COMPUTE_OPTIMAL}"
             yield Contradiction("compute_optimal", f"{what}, not {claimed}")
-    rows = _claimed_rows(facts, claims)
     of_step = rows * facts.context
     wrong = [point for point in claims.checkpoints if not _close(point.tokens / of_step, point.step, _ROUGHLY)]
     if wrong:
@@ -138,14 +119,6 @@ def _of_data(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
             packed = steps / sft.steps_per_epoch
             reading = f"packing {packed:.1f} conversations to a row makes both true" if packed > 1 else ""
             yield Contradiction("sft.steps_per_epoch", f"{made}, not {sft.steps_per_epoch:,}", reading)
-
-
-def _claimed_rows(facts: Facts, claims: Claims) -> int:
-    """Sequences of a step that give the claimed tokens: equally many on every device."""
-    exact = (claims.tokens or facts.tokens) / facts.steps / facts.context
-    devices = find_slice(claims.slice).devices if claims.slice else 1
-    unit = devices if exact >= devices else 1
-    return max(1, round(exact / unit)) * unit
 
 
 def _close(one: float, other: float, tolerance: float = _CLOSE) -> bool:

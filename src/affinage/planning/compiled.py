@@ -7,35 +7,52 @@ of its own (`python -m affinage.planning.compiled`): libtpu writes to standard e
 """
 
 import collections
+import importlib.util
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import topologies
+
 from affinage.config.load import load_recipe
 from affinage.config.recipe import Recipe
 from affinage.errors import UserError
-from affinage.hardware.described import NO_AUTOTUNING, DescribedDevices, check_compiler
-from affinage.hardware.slices import Slice, find_slice
+from affinage.hardware.chips import Slice, find_slice
 from affinage.model import Graph
 from affinage.model.analysis import parameters
+from affinage.model.forward import batch_shapes
+from affinage.parallel import make_mesh
 from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, make_plan, planned_graph, training_settings
 from affinage.registry import load_plugins
+from affinage.training.job import TrainJob, rows_per_step
+from affinage.training.trainer import Trainer
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _ATTENTION = re.compile(r'custom_call_target="__cudnn\$(fmha\w*)"|%(splash_\w+)\S* = [^\n]* custom-call\(')
 # CompileTimeHbmOom has two forms: of the temporaries alone, or of everything.
 _NEEDED = re.compile(r"(?:required[^()]*\(|Used |needs )([\d.]+)([KMGT])(?:\)| of)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# Of the compiling process, which must not look for devices or for its cloud, and ignores the lock of libtpu, which
+# protects the chips.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "GRPC_VERBOSITY": "NONE",
+}
+_NO_AUTOTUNING = "--xla_gpu_autotune_level=0"  # XLA tunes kernels on a GPU that is here, and there is none
 
 
 @dataclass(frozen=True)
@@ -57,52 +74,44 @@ class CompileReport:
 def compile_on(recipe: str, overrides: Sequence[str], where: Slice) -> CompileReport:
     """Compile a recipe's training step for a slice, in a process of its own, which loads the recipe's plug-ins.
 
-    Raises:
-        UserError: if there is no compiler for the slice here, or the step cannot be laid out.
+    UserError: there is no compiler for the slice here, or the step cannot be laid out.
     """
-    check_compiler(where)
+    what, fix = "", "Leave out --compile: the estimate needs nothing."
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin") if where.platform == "gpu" else ("libtpu",)
+    if where.platform == "tpu" and not where.topology:
+        what = f"compiling for {where.name} needs its compiler, which libtpu no longer brings"
+    elif where.platform != "cpu" and not any(map(importlib.util.find_spec, plugins)):
+        package, extra = "the package `libtpu`", "'affinage[tpu]' (Linux on x86; it needs no TPU)"
+        if where.platform == "gpu":
+            package, extra = "JAX's CUDA plug-in", "'affinage[gpu-plan]' (Linux; 1.7 GB; it needs no GPU)"
+        what = f"compiling for a {where.platform.upper()} needs {package}"
+        fix = f"Install it: pip install {extra}. {fix}"
+    if what:
+        raise UserError(what, where="--compile", fix=fix)
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-    # The process must not look for devices or for its cloud, and ignores libtpu's lock, which protects the chips.
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": paths,
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "GRPC_VERBOSITY": "NONE",
-    }
+    environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": paths}
     if where.platform == "gpu":
-        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}".strip()
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        request = json.dumps([recipe, list(overrides), where.name])
-        command = [sys.executable, "-m", "affinage.planning.compiled", str(answer), request]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if not answer.is_file():
-            raise RuntimeError(f"the compiler's process ended with {done.returncode}:\n{done.stderr[-4000:]}")
-        result = json.loads(answer.read_text())
-    if "error" in result:
-        raise UserError(**result["error"])
-    return CompileReport(**result)
+        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_AUTOTUNING}".strip()
+    request = json.dumps([recipe, list(overrides), where.name])
+    command = [sys.executable, "-m", "affinage.planning.compiled", request]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the compiler's process ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise UserError(**answer["error"])
+    return CompileReport(**answer)
 
 
 def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> CompileReport:
     """The same in this process; raises UserError if the step cannot be laid out on the slice."""
-    import numpy as np
-
-    from affinage.model.forward import batch_shapes
-    from affinage.parallel import make_mesh
-    from affinage.training.job import TrainJob, rows_per_step
-    from affinage.training.trainer import Trainer
-
     loaded = load_recipe(recipe, overrides, left_out=[])  # the caller has opened it: of a run of any version
     load_plugins(loaded)
-    name, settings, context = training_settings(loaded.recipe)
+    name, settings, seq_len = training_settings(loaded.recipe)
     graph = planned_graph(loaded)
     sizes = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
-    hardware = DescribedDevices(where)
-    mesh = make_mesh(sizes, hardware.acquire())
-    shapes = batch_shapes(graph, rows_per_step(settings, mesh.size), context)
+    mesh = make_mesh(sizes, _devices_of(where))
+    shapes = batch_shapes(graph, rows_per_step(settings, mesh.size), seq_len)
     batch = {key: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for key, leaf in shapes.items()}
     parallel = loaded.recipe.parallel
     if parallel.remat == "auto":
@@ -113,7 +122,6 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
         mesh=sizes,
         seed=loaded.recipe.seed,
         feed=None,  # type: ignore[arg-type]
-        hardware=hardware,
         folder=Path(),
         name=name,
         parallel=parallel,
@@ -130,16 +138,16 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     try:
         text = compiled.as_text()
+        kernels: dict[str, Any] = {"collectives": collectives_in(text), "attention": attention_in(text)}
     except RuntimeError:  # this JAX cannot read the program that a newer libtpu made
-        text = None
+        kernels = {}
     return CompileReport(
         fits=where.platform == "tpu" or room is None or peak <= room,  # only a TPU's compiler refuses by itself
         peak_bytes=peak,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        collectives=None if text is None else collectives_in(text),
-        attention=None if text is None else attention_in(text),
         seconds=time.monotonic() - start,
+        **kernels,
     )
 
 
@@ -158,6 +166,56 @@ def out_of_memory(message: str, seconds: float = 0.0) -> CompileReport:
     needed = _NEEDED.search(message)
     amount = int(float(needed[1]) * _UNITS[needed[2]]) if needed else 0
     return CompileReport(False, amount, seconds=seconds, message=message.splitlines()[0])
+
+
+# ---- devices that are not here ----
+
+
+# What XLA's compiler needs to know of a GPU, from NVIDIA's datasheets: its name, compute capability, multiprocessors,
+# bytes of memory, bytes/s, bytes of L2, GHz, and of a multiprocessor the bytes of shared memory and the float32 units.
+# fmt: off
+_A100 = (41_943_040, 1.41, 167_936, 64)
+_GPUS = {
+    "A100 80GB": ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 85_100_068_864, 2_039_040_000_000, *_A100),
+    "A100 40GB": ("NVIDIA A100-SXM4-40GB", (8, 0), 108, 42_505_273_344, 1_555_200_000_000, *_A100),
+    "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 84_929_347_584, 3_352_320_000_000, 52_428_800, 1.98, 233_472, 128),
+    "H200": ("NVIDIA H200", (9, 0), 132, 151_397_597_184, 4_800_000_000_000, 52_428_800, 1.98, 233_472, 128),
+    "B200": ("NVIDIA B200", (10, 0), 148, 191_514_411_008, 7_672_320_000_000, 132_644_864, 1.965, 233_472, 128),
+    "L4": ("NVIDIA L4", (8, 9), 58, 23_623_434_240, 300_000_000_000, 50_331_648, 2.04, 102_400, 128),
+}
+# fmt: on
+
+
+def _devices_of(where: Slice) -> list[jax.Device]:
+    """As many devices as the slice has, described to its compiler; of a processor this machine's."""
+    if where.platform == "cpu":
+        return jax.devices("cpu")[:1]
+    options: dict[str, Any] = {"chip_config_name": where.variant} if where.variant else {}
+    if where.platform == "tpu":
+        return list(topologies.get_topology_desc(where.topology, "tpu", **options).devices)
+    import jax._src.cudnn.fused_attention_stablehlo as fused
+
+    name, (major, minor), processors, memory, bandwidth, l2, clock, shared, units = _GPUS[where.chip.name]
+    # JAX's wrapper of cuDNN must see this GPU in place of the local one, of which there may be none.
+    fused.check_compute_capability = lambda needed: major * 10 + minor >= int(str(needed).replace(".", ""))
+    fused.check_cudnn_version = lambda: 91000
+    # The text of `stream_executor.GpuTargetConfigProto`.
+    target = f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024}
+  shared_memory_per_core: {shared}
+  core_count: {processors} fpus_per_core: {units}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: {l2} clock_rate_ghz: {clock}
+  device_memory_size: {memory} cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{name}"
+"""
+    options = {"target_config": target, "topology": "1x{}x{}".format(*where.shape)}
+    return list(topologies.get_topology_desc(platform="cuda", **options).devices)
 
 
 # ---- the largest model of a width ----
@@ -188,7 +246,7 @@ def shape(width: int, where: Slice) -> list[str]:
         fix = f"Take a multiple of {HEAD}, such as {width // HEAD * HEAD + HEAD}."
         raise UserError(f"width {width} has no whole heads of {HEAD}", where="--width", fix=fix)
     heads = width // HEAD
-    tensor = math.gcd(math.gcd(heads, where.devices), _MOST_TENSOR)
+    tensor = math.gcd(heads, where.devices, _MOST_TENSOR)
     ffn = math.ceil(_FFN * width / _FFN_MULTIPLE) * _FFN_MULTIPLE
     return [
         f"model.nodes.embed.width={width}",
@@ -209,61 +267,53 @@ def capacity(
     """Search the most layers, a multiple of 2, that the slice's compiler accepts; the state's bytes propose.
 
     The recipe has one repeated node called `blocks`; `overrides` are those of `shape`, and the user's. The search ends
-    when the next larger model was refused, or after `tries` compilations.
+    when the next larger model was refused, or after `tries` compilations. UserError: none was found that fits.
 
-    Returns:
-        All attempts in their order, the one with the most layers that fits, its overrides beside the recipe's, and its
-        estimate, for the time of a step.
-
-    Raises:
-        UserError: if no model was found that fits.
+    Returns all attempts in their order, the one with the most layers that fits, its overrides beside the recipe's, and
+    its estimate, for the time of a step.
     """
 
-    def with_layers(layers: int) -> tuple[list[str], Graph, Recipe, float]:
-        """The overrides, the model, the recipe, and bytes of weights and moments on a device."""
+    def model(layers: int) -> tuple[list[str], Recipe, Graph]:
         settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
         loaded = load_recipe(recipe, settings, left_out=[])
-        _, training, context = training_settings(loaded.recipe)
-        graph = planned_graph(loaded)
-        device = per_device(graph, training, loaded.recipe.mesh, context, where, loaded.recipe.parallel)
-        return settings, graph, loaded.recipe, device.bytes_of(device.state)
+        return settings, loaded.recipe, planned_graph(loaded)
 
-    two, four = with_layers(2)[-1], with_layers(4)[-1]
+    def state_bytes(layers: int) -> int:
+        """Of weights and moments on a device."""
+        _, made, graph = model(layers)
+        _, training, seq_len = training_settings(made)
+        device = per_device(graph, training, made.mesh, seq_len, where, made.parallel)
+        return device.bytes_of(device.state)
+
+    def whole(layers: float) -> int:
+        return max(_STEP, int(layers // _STEP) * _STEP)
+
+    two, four = state_bytes(2), state_bytes(4)
     per_layer, room = (four - two) / 2, where.chip.memory_per_device or 0
-    layers: int | None = _whole((_SHARE_OF_STATE * room - (2 * two - four)) / per_layer)
+    layers = whole((_SHARE_OF_STATE * room - (2 * two - four)) / per_layer)
     attempts: list[Attempt] = []
-    while layers is not None and len(attempts) < tries:
-        settings, graph, *_ = with_layers(layers)
+    low, high = 0, math.inf  # layers that fit, and that do not
+    while high - low > _STEP and len(attempts) < tries:
+        settings, _, graph = model(layers)
         attempts.append(Attempt(layers, parameters(graph).total, compile_on(recipe, settings, where)))
         on_attempt(attempts[-1])
-        layers = _next(attempts, per_layer, room)
+        report = attempts[-1].report
+        low, high = (max(low, layers), high) if report.fits else (low, min(high, layers))
+        # By the peak that the compiler reported, else in halves.
+        proposed = layers + (room - report.peak_bytes) / per_layer if report.peak_bytes else (low + high) / 2
+        layers = int(min(max(whole(proposed), low + _STEP), high - _STEP))
     largest = max((each for each in attempts if each.report.fits), key=lambda each: each.layers, default=None)
     if largest is None:
         what = f"none of {', '.join(str(each.layers) for each in attempts)} layers fits {where.name}"
         raise UserError(what, where="--on", fix="Take a larger slice or a smaller width.")
-    settings, graph, model, _ = with_layers(largest.layers)
-    return attempts, largest, settings, make_plan(model, graph, where)
+    settings, made, graph = model(largest.layers)
+    return attempts, largest, settings, make_plan(made, graph, where)
 
 
-def _whole(layers: float) -> int:
-    return max(_STEP, int(layers // _STEP) * _STEP)
-
-
-def _next(attempts: list[Attempt], per_layer: float, room: float) -> int | None:
-    """Layers to try next: by the peak that the compiler reported, else in halves; None if the largest is known."""
-    low = max((attempt.layers for attempt in attempts if attempt.report.fits), default=0)
-    high = min((attempt.layers for attempt in attempts if not attempt.report.fits), default=0)
-    if high and high - low <= _STEP:
-        return None
-    newest, peak = attempts[-1].layers, attempts[-1].report.peak_bytes
-    layers = max(_whole(newest + (room - peak) / per_layer if peak else (low + high) / 2), low + _STEP)
-    return min(layers, high - _STEP) if high else layers
-
-
-if __name__ == "__main__":  # with the file for the answer, and JSON of recipe, overrides and slice
-    _recipe, _overrides, _name = json.loads(sys.argv[2])
+if __name__ == "__main__":  # with JSON of recipe, overrides and slice; the last line that it prints is the answer
+    _recipe, _overrides, _name = json.loads(sys.argv[1])
     try:
         _answer = asdict(compile_step(_recipe, _overrides, find_slice(_name)))
     except UserError as _error:
         _answer = {"error": {"what": _error.what, "where": _error.where, "fix": _error.fix}}
-    Path(sys.argv[1]).write_text(json.dumps(_answer))
+    print("\n" + json.dumps(_answer))

@@ -8,7 +8,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import Array
@@ -16,17 +15,15 @@ from typing_extensions import override
 
 from affinage.config.parallel import ParallelSettings
 from affinage.config.training import TrainSettings
-from affinage.errors import UserError
-from affinage.hardware.chips import Chip
-from affinage.hardware.mesh import AXES, axis_sizes
-from affinage.hardware.slices import Slice
+from affinage.hardware.chips import Slice
+from affinage.hardware.devices import measured_speed
 from affinage.model import ApplyConfig, Graph, parse
 from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
 from affinage.model.layer import Axes, parameters_in
 from affinage.model.layers.kernels import queries_are_split
-from affinage.parallel import Pipeline, sharding
-from affinage.parallel.sharding import STAGES, TABLE, MeshLayout, apply_config_on, partition_spec, table_with
+from affinage.parallel import MeshLayout, Pipeline, sharding
+from affinage.parallel.sharding import AXES, STAGES, TABLE
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
@@ -35,6 +32,8 @@ from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
 _WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128
 _BEFORE_HOPPER = frozenset({"A100 80GB", "A100 40GB", "L4"})
+_MOST_TRACES = 128  # that are kept: devices of many meshes run the same step
+_traces: dict[tuple[Any, ...], tuple[Jaxpr, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class PerDevice:
     rows: int  # sequences of the global batch
     seq_len: int  # tokens of a row
     parallel: ParallelSettings  # how the work is split beside the mesh
-    chip: Chip  # of every device
-    platform: str
+    where: Slice  # the devices
 
     @property
     def micro_batches(self) -> int:
@@ -73,7 +71,7 @@ class PerDevice:
     @cached_property
     def layout(self) -> MeshLayout:
         """The mesh without devices, with its table."""
-        return MeshLayout(_abstract_mesh(self.sizes), table_with(self.parallel.sharding))  # type: ignore[arg-type]
+        return MeshLayout(_abstract_mesh(self.sizes), sharding.table_with(self.parallel.sharding))
 
     @property
     def local_rows(self) -> int:
@@ -110,7 +108,7 @@ class PerDevice:
                     ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.layout.parts("experts"))
             if "repeat" in entry:
                 entry["repeat"] //= self.stages
-                if self.platform == "gpu":
+                if self.where.platform == "gpu":
                     entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
         return json.dumps(graph)
 
@@ -131,42 +129,38 @@ class PerDevice:
 
     @cached_property
     def apply_config(self) -> ApplyConfig:
-        """How the whole model is applied, as far as collectives depend on it."""
+        """How the whole model is applied, without `remat` and what a pipeline makes of it."""
+        on_gpu, old = self.where.platform == "gpu", self.where.chip.name in _BEFORE_HOPPER
         return replace(
-            apply_config_on(self.layout, self.settings.attention, self.parallel),
-            compute_dtype=compute_dtype(self.settings.precision, self.chip),
-            platform=self.platform,
+            sharding.apply_config_on(self.layout, self.settings.attention, self.parallel),
+            compute_dtype=compute_dtype(self.settings.precision, self.where.chip),
+            platform=self.where.platform,
+            capability=((8, 0) if old else HOPPER) if on_gpu else None,
         )
 
     @property
     def matrix_unit(self) -> int:
         """Rows and columns that a TPU multiplies at once; 1 on other chips, whose units are smaller than any model."""
-        return 1 if self.platform != "tpu" else 256 if self.chip.name in _WIDER_UNITS else 128
+        return 1 if self.where.platform != "tpu" else 256 if self.where.chip.name in _WIDER_UNITS else 128
 
     @cached_property
     def traced(self) -> Traced:
         """The operations of the step of one device; all devices have equal ones."""
-        changed: dict[str, Any] = {"sharding": {}, "xla_flags": {}}  # which are in the shapes, or not in the program
-        if self.stages > 1:
-            changed["pipeline_micro_batches"] = self.pipeline_parts
-        capability = None
-        if self.platform == "gpu":
-            capability = (8, 0) if self.chip.name in _BEFORE_HOPPER else HOPPER
-        jaxpr, count = _trace(
-            self._local_text,
-            type(self.settings),
-            self.settings.model_dump_json(),
-            self.parallel.model_copy(update=changed).model_dump_json(),
-            self.local_rows // self.stages,
-            self.local_seq_len,
-            (str(self.apply_config.compute_dtype), self.platform, capability),
-            self.layout.parts("sequence"),
-            self.stages,
-        )
+        # What of the parallel settings is in the shapes, or not in the program.
+        elsewhere = {"sharding", "xla_flags", "pipeline_micro_batches"}
+        texts = (self._local_text, self.settings.model_dump_json(), self.parallel.model_dump_json(exclude=elsewhere))
+        rows, neighbors, parts = self.local_rows // self.stages, self.layout.parts("sequence"), self.pipeline_parts
+        shape = (rows, self.local_seq_len, neighbors, self.stages, parts)
+        key = (*texts, *shape, str(self.apply_config.compute_dtype), self.where.platform, self.apply_config.capability)
+        if key not in _traces:
+            if len(_traces) == _MOST_TRACES:
+                _traces.clear()
+            _traces[key] = self._trace()
+        jaxpr, count = _traces[key]
         shares: dict[tuple[int, ...], float] = {}
         pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
         for whole, local in pairs:
-            spec = partition_spec(whole.axes, self.layout.mesh, self.layout.table)
+            spec = sharding.partition_spec(whole.axes, self.layout.mesh, self.layout.table)
             own = NamedSharding(self.layout.mesh, spec).shard_shape(whole.shape)
             share = math.prod(own) / local.size
             shares[local.shape] = min(shares.get(local.shape, 1.0), share)
@@ -178,7 +172,27 @@ class PerDevice:
             kernel_flops={node.name: self._kernel_flops(node) for node in nodes},
             matrix_unit=self.matrix_unit,
         )
-        return walk(jaxpr, self.platform, weights)
+        return walk(jaxpr, self.where.platform, weights)
+
+    def _trace(self) -> tuple[Jaxpr, int]:
+        """The training step of one device, and how many of its arguments are weights (the first ones)."""
+        graph, settings, neighbors = self.local_graph, self.settings, self.layout.parts("sequence")
+        split, layout = split_params(graph, settings), _DeviceLayout(_abstract_mesh({}), TABLE, neighbors, self.stages)
+        config = with_remat(replace(self.apply_config, layout=layout, planned=True), self.parallel.remat)
+        if self.stages > 1:
+            config = replace(self.pipeline, micro_batches=self.pipeline_parts).adapt(config)
+        step = step_of(split, settings, config, seed=0)
+        state = abstract_state(split, settings, optimizer_of(split, settings), layout)
+        batch = batch_shapes(graph, self.local_rows // self.stages * self.micro_batches, self.local_seq_len)
+
+        def of_weights(weights: Any, rest: TrainState, batch: Any) -> Any:
+            params, frozen = weights
+            return step(rest._replace(params=params, frozen=frozen), batch)
+
+        weights, rest = (state.params, state.frozen), state._replace(params=None, frozen=None)
+        axes = [(name, size) for name, size in (("neighbor", neighbors), ("stage", self.stages)) if size > 1]
+        traced = jax.make_jaxpr(of_weights, axis_env=axes)(weights, rest, batch)
+        return traced.jaxpr, len(jax.tree.leaves(weights))
 
     def _kernel_flops(self, node: Any) -> float:
         """Operations of one product of a kernel of attention, on the device whose queries see most keys."""
@@ -186,7 +200,7 @@ class PerDevice:
         if attention is None:
             return 0.0
         head, first = attention.head_width(self.graph.shapes[node.inputs[0]].width), 0
-        if self.platform == "tpu" and queries_are_split(self.seq_len, self.layout.parts("sequence")):
+        if self.where.platform == "tpu" and queries_are_split(self.seq_len, self.layout.parts("sequence")):
             first = self.seq_len - self.local_seq_len
         pairs, rows = attention.pairs(self.seq_len, first), self.local_rows / self.pipeline_parts
         return 2.0 * rows * attention.heads * pairs * head * padding(head, self.matrix_unit)
@@ -198,38 +212,30 @@ def per_device(
     mesh: Mapping[Any, int | str],
     seq_len: int,
     where: Slice,
-    requested: ParallelSettings,
+    parallel: ParallelSettings,
 ) -> PerDevice:
-    """Divide a training run over the devices of a slice.
-
-    Raises:
-        UserError: as training would: if mesh, batch and model do not divide, with the nearest settings that do.
-    """
-    sizes, devices = axis_sizes(mesh, where.devices), where.devices
-    used = math.prod(sizes.values())
-    if used != devices:
-        raise UserError(
-            f"the mesh has {used} device{'s' if used > 1 else ''}, the slice {devices}",
-            where="mesh",
-            fix="Set one axis to auto, which takes all there are, such as --set mesh.data=auto.",
-        )
+    """Divide a training over the devices of a slice; UserError, as of a training: mesh, batch, model do not divide."""
+    sizes = sharding.axis_sizes(mesh, where.devices, all_of_them=True)
+    if where.platform == "cpu":
+        flops, bandwidth = measured_speed()
+        chip = replace(where.chip, float32_flops=flops, memory_bandwidth=bandwidth)
+        where = replace(where, chip=chip)
     if all(name != "tokens" for name, _ in graph.inputs):
         seq_len = 1
-    layerwise = {"remat": LAYERWISE_REMAT} if settings.optimizer_in_backward else {}
-    done = requested.model_copy(update=layerwise)
-    rows = rows_per_step(settings, devices)
-    device = PerDevice(graph, settings, sizes, rows, seq_len, done, where.chip, where.platform)
+    if settings.optimizer_in_backward:
+        parallel = parallel.model_copy(update={"remat": LAYERWISE_REMAT})
+    rows = rows_per_step(settings, where.devices)
+    device = PerDevice(graph, settings, sizes, rows, seq_len, parallel, where)
     sharding.check_axes_used(graph, sizes, device.layout.table)
     sharding.check_rows_divide(rows, device.micro_batches, device.layout.mesh, device.layout.table)
     sharding.check_positions_divide(seq_len, device.layout.mesh, device.layout.table)
     if device.stages > 1:
-        config = apply_config_on(device.layout, settings.attention, done)
-        device.pipeline.check(graph, rows // device.micro_batches, config)
+        device.pipeline.check(graph, rows // device.micro_batches, device.apply_config)
     check_update(device.split, settings, in_stages=device.stages > 1)
     return device
 
 
-def _abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+def _abstract_mesh(sizes: Mapping[str, int]) -> Any:  # in the place of a Mesh
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, (AxisType.Auto,) * len(AXES))
 
 
@@ -238,55 +244,7 @@ def _parsed(text: str) -> Graph:
     return parse(json.loads(text))
 
 
-@lru_cache(maxsize=128)
-def _trace(
-    graph_text: str,
-    kind: type[TrainSettings],
-    settings_text: str,
-    parallel_text: str,
-    rows: int,
-    seq_len: int,
-    target: tuple[str, str, tuple[int, int] | None],
-    neighbors: int,
-    stages: int,
-) -> tuple[Jaxpr, int]:
-    """The training step of one device, and how many of its arguments are weights (the first ones).
-
-    Devices of many meshes run the same step, so all arguments can be hashed: model and settings are JSON; `rows` of a
-    micro-batch have `seq_len` tokens here; `target` is the dtype of the products, the platform, and the capability of a
-    GPU; see `_DeviceLayout` for the others.
-    """
-    graph, settings = _parsed(graph_text), kind.model_validate_json(settings_text)
-    parallel, split = ParallelSettings.model_validate_json(parallel_text), split_params(graph, settings)
-    layout = _DeviceLayout(_abstract_mesh({}), TABLE, neighbors, stages)  # type: ignore[arg-type]
-    dtype, platform, capability = target
-    config = ApplyConfig(
-        compute_dtype=jnp.dtype(dtype),
-        platform=platform,
-        capability=capability,
-        attention=settings.attention,
-        layout=layout,
-        ring_attention=parallel.context_attention == "ring",
-        planned=True,
-    )
-    config = with_remat(config, parallel.remat)
-    if stages > 1:
-        config = Pipeline({}, parallel.pipeline_micro_batches, parallel.pipeline_rounds).adapt(config)
-    step = step_of(split, settings, config, seed=0)
-    state = abstract_state(split, settings, optimizer_of(split, settings), layout)
-    batch = batch_shapes(graph, rows * settings.gradient_accumulation_steps, seq_len)
-
-    def of_weights(weights: Any, rest: TrainState, batch: Any) -> Any:
-        params, frozen = weights
-        return step(rest._replace(params=params, frozen=frozen), batch)
-
-    weights, rest = (state.params, state.frozen), state._replace(params=None, frozen=None)
-    axes = [(name, size) for name, size in (("neighbor", neighbors), ("stage", stages)) if size > 1]
-    traced = jax.make_jaxpr(of_weights, axis_env=axes)(weights, rest, batch)
-    return traced.jaxpr, len(jax.tree.leaves(weights))
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _DeviceLayout(MeshLayout):
     """The layout of one device, which has everything whole; what goes to others in a run goes over named axes.
 
@@ -296,11 +254,7 @@ class _DeviceLayout(MeshLayout):
     neighbors: int = 1
     pipeline: int = 1
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _DeviceLayout) and hash(self) == hash(other)
-
-    def __hash__(self) -> int:
-        return hash((self.neighbors, self.pipeline))
+    __hash__ = MeshLayout.__hash__
 
     @property
     @override

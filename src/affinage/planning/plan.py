@@ -14,9 +14,7 @@ from affinage.config.parallel import ParallelSettings
 from affinage.config.recipe import Recipe
 from affinage.config.training import DpoSettings, TrainSettings
 from affinage.errors import UserError
-from affinage.hardware.devices import measured_bandwidth, measured_flops
-from affinage.hardware.mesh import AXES
-from affinage.hardware.slices import COMPARED, Slice, find_slice, memory_text, slice_of
+from affinage.hardware.chips import COMPARED, Slice, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
@@ -48,53 +46,15 @@ class Plan:
     price: float | None  # US dollars per chip and hour, None if it is not known
     price_source: str  # where it comes from
     choice: Choice | None  # what `remat: auto` stands for here
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that a program may take on one device."""
-        return self.where.chip.memory_per_device or 0
-
-    @property
-    def fits(self) -> bool:
-        """Whether the estimate stays below the capacity."""
-        return self.memory.total <= self.capacity
-
-    @property
-    def nearly_full(self) -> bool:
-        """Whether it fits by less than estimates are sometimes off."""
-        return self.fits and self.memory.total > NEARLY_FULL * self.capacity
-
-    @property
-    def seconds(self) -> float:
-        """Of all steps; validation, checkpoints and compilation are not in it."""
-        return self.time.seconds * self.facts.steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all devices together."""
-        return self.device.rows * self.device.seq_len / self.time.seconds
-
-    @property
-    def mfu(self) -> float | None:
-        """Share of the datasheet's bfloat16 peak, by the convention of `affinage.model.analysis`."""
-        peak = self.where.chip.flops_per_device
-        return self.facts.flops / self.seconds / (peak * self.where.devices) if peak else None
-
-    @property
-    def cost(self) -> float | None:
-        """US dollars of the whole training."""
-        return None if self.price is None else self.price * self.where.chips * self.seconds / _HOUR
-
-    @property
-    def cost_per_billion(self) -> float | None:
-        """US dollars for 1e9 tokens, by which slices compare even if their number decides over the batch."""
-        return None if self.cost is None else self.cost / self.facts.tokens * 1e9
-
-    @cached_property
-    def save_bytes(self) -> int:
-        """Of one checkpoint of the training."""
-        leaves = jax.tree.leaves(self.device.state._replace(frozen=None))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    capacity: int  # bytes that a program may take on one device
+    fits: bool  # the estimate stays below the capacity
+    nearly_full: bool  # it fits by less than estimates are sometimes off
+    seconds: float  # of all steps; validation, checkpoints and compilation are not in it
+    tokens_per_second: float  # of all devices together
+    mfu: float | None  # share of the datasheet's bfloat16 peak, by the convention of `affinage.model.analysis`
+    cost: float | None  # US dollars of the whole training
+    cost_per_billion: float | None  # of 1e9 tokens, by which slices compare even if their number decides over the batch
+    save_bytes: int  # of one checkpoint of the training
 
     @cached_property
     def warnings(self) -> list[str]:
@@ -103,8 +63,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        where, device, time = self.where, self.device, self.time
-        derived = ("tokens", "flops_by_rule", "tokens_per_parameter", "epochs")
+        where, device = self.where, self.device
         place = {name: getattr(where, name) for name in ("name", "chips", "devices", "hosts", "shape")}
         return {
             "recipe": self.recipe.name,
@@ -115,28 +74,20 @@ class Plan:
             "micro_batches": device.micro_batches,
             "remat": device.parallel.model_dump(mode="json")["remat"],
             "context": device.seq_len,
-            "facts": dataclasses.asdict(self.facts) | {name: getattr(self.facts, name) for name in derived},
+            "facts": dataclasses.asdict(self.facts),
             "contradictions": [dataclasses.asdict(claim) for claim in self.contradictions],
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total, "capacity": self.capacity},
-            "fits": self.fits,
-            "step": {"seconds": time.seconds, "bound": time.bound} | dataclasses.asdict(time),
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu,
-            "seconds": self.seconds,
+            "step": dataclasses.asdict(self.time),
             "price_per_chip_hour": self.price,
-            "cost": self.cost,
             "cost_per_billion_tokens": self.cost_per_billion,
+            **{name: getattr(self, name) for name in ("fits", "tokens_per_second", "mfu", "seconds", "cost")},
             "save_bytes": self.save_bytes,
             "warnings": self.warnings,
         }
 
 
 def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
-    """The training that a recipe is planned for, the first that it has, and the tokens of its rows.
-
-    Raises:
-        UserError: for a recipe that trains nothing.
-    """
+    """The training that a recipe is planned for, its first, and the tokens of a row; UserError: it trains nothing."""
     if not recipe.trainings:
         raise UserError("this recipe trains nothing", fix="Add a `pretrain:` section.")
     settings = getattr(recipe, recipe.trainings[0])
@@ -145,11 +96,7 @@ def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
 
 
 def only(stage: Training, recipe: Recipe) -> list[str]:
-    """Overrides that leave `stage` alone of a recipe's trainings, so that it is planned.
-
-    Raises:
-        UserError: if the recipe does not have it.
-    """
+    """Overrides that leave `stage` alone of a recipe's trainings, so that it is planned; UserError: it has none."""
     if stage not in recipe.trainings:
         raise UserError(f"{recipe.name} has no `{stage}`", where="--training", fix=f"Add a `{stage}:` section.")
     return [f"{name}=null" for name in recipe.trainings if name != stage]
@@ -172,13 +119,10 @@ def preferring(graph: Graph, settings: DpoSettings, context: int, documents: int
 def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None) -> Plan:
     """Estimate a recipe's first training, with the model of `planned_graph`; nothing is compiled, no device is used.
 
-    `data_tokens` are those of the training data, if they have been packed.
-
-    Raises:
-        UserError: as training would: for a mesh, a batch and a model that do not divide.
+    `data_tokens` are those of the training data, if they have been packed. UserError, as of a training: mesh, batch and
+    model do not divide.
     """
     section, settings, seq_len = training_settings(recipe)
-    where = measured(where)
     device = per_device(graph, settings, recipe.mesh, seq_len, where, recipe.parallel)
     choice = choose_remat(device) if recipe.parallel.remat == "auto" else None
     if choice is not None:
@@ -191,8 +135,31 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     own, price, source = _own_slice(recipe), recipe.hardware.price, "hardware.price"
     if price is None or (own and find_slice(own).chip.name != where.chip.name):
         price, source = where.chip.price, _REMEMBERED
-    memory, time = step_memory(device), step_time(device, where)
-    return Plan(recipe, section, where, device, memory, time, facts, tuple(claimed), price, source, choice)
+    memory, time, capacity = step_memory(device), step_time(device), where.chip.memory_per_device or 0
+    seconds, peak = time.seconds * facts.steps, where.chip.flops_per_device
+    cost = None if price is None else price * where.chips * seconds / _HOUR
+    return Plan(
+        recipe=recipe,
+        section=section,
+        where=device.where,
+        device=device,
+        memory=memory,
+        time=time,
+        facts=facts,
+        contradictions=tuple(claimed),
+        price=price,
+        price_source=source,
+        choice=choice,
+        capacity=capacity,
+        fits=memory.total <= capacity,
+        nearly_full=NEARLY_FULL * capacity < memory.total <= capacity,
+        seconds=seconds,
+        tokens_per_second=device.rows * device.seq_len / time.seconds,
+        mfu=facts.flops / seconds / (peak * where.devices) if peak else None,
+        cost=cost,
+        cost_per_billion=None if cost is None else cost / facts.tokens * 1e9,
+        save_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(device.state._replace(frozen=None))),
+    )
 
 
 def forecast(
@@ -214,14 +181,12 @@ def forecast(
     where = slice_of(device_kind, devices)
     if where is None:
         return None
-    where = measured(where)
-    sizes = {axis: mesh.get(axis, 1) for axis in AXES} if where.platform != "cpu" else {"data": 1}
     settings = settings.model_copy(update={"batch_size": rows, "per_device_batch_size": None})
     try:
-        device = per_device(graph, settings, dict(sizes), context, where, parallel)
+        device = per_device(graph, settings, {} if where.platform == "cpu" else mesh, context, where, parallel)
     except UserError:
         return None
-    return step_memory(device), step_time(device, where)
+    return step_memory(device), step_time(device)
 
 
 def _own_slice(recipe: Recipe) -> str | None:
@@ -247,14 +212,6 @@ def compare(recipe: Recipe, graph: Graph) -> tuple[list[Plan], list[tuple[Slice,
     return plans, refused
 
 
-def measured(where: Slice) -> Slice:
-    """The slice with the speed of a processor, which has to be measured."""
-    if where.platform != "cpu":
-        return where
-    chip = dataclasses.replace(where.chip, float32_flops=measured_flops(), memory_bandwidth=measured_bandwidth())
-    return dataclasses.replace(where, chip=chip)
-
-
 def _warnings(plan: Plan) -> Iterator[str]:
     device, time, unit = plan.device, plan.time, plan.device.matrix_unit
     if not plan.fits:
@@ -263,10 +220,29 @@ def _warnings(plan: Plan) -> Iterator[str]:
         yield f"does not fit: {excess} too much; find settings that fit with --search{remat}"
     elif plan.nearly_full:
         yield "nearly full: check with the compiler whether it fits, with --compile"
+    products = [(op.kind == "pallas_call", op.times * op.flops) for op in device.traced.ops]
+    of_kernels = sum(flops for kernel, flops in products if kernel) / max(1.0, sum(flops for _, flops in products))
     for node in device.graph.nodes:
         attention = getattr(node.layer, "attention", None)
-        if attention is not None and plan.where.platform != "cpu":
-            yield from _attention_warnings(plan, node, attention)
+        if attention is None or plan.where.platform == "cpu":
+            continue
+        head = attention.head_width(device.graph.shapes[node.inputs[0]].width)
+        used = 1 / padding(head, unit)
+        if attention.dropout > 0:
+            graph = device.graph.to_dict()
+            graph["nodes"][node.name]["attention"]["dropout"] = 0.0
+            without = dataclasses.replace(device, graph=parse(graph))
+            then = f"{step_time(without).seconds:.3g} s and {memory_text(step_memory(without).total)}"
+            yield (
+                f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are computed and kept. "
+                f"With `--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now "
+                f"{time.seconds:.3g} s and {memory_text(plan.memory.total)}"
+            )
+        elif (share := (1 - used) * of_kernels) > _WORTH_A_HINT:
+            yield (
+                f"heads of {head} use {used:.0%} of a matrix unit of {unit}: with fewer, wider heads about "
+                f"{share:.0%} of the products' time is saved"
+            )
     for vocab in {vocab for node in device.local_graph.nodes if (vocab := getattr(node.layer, "vocab", None))}:
         lost = 1 - 1 / padding(vocab, unit)
         if lost > _WORTH_A_HINT:
@@ -279,29 +255,3 @@ def _warnings(plan: Plan) -> Iterator[str]:
     if fixed > _SMALL_BATCH and device.stages == 1:
         gain = 2 * time.seconds / (time.seconds + growing) - 1
         yield f"small batch: {fixed:.0%} of a step is its fixed cost; twice the rows give {gain:.0%} more tokens/s"
-
-
-def _attention_warnings(plan: Plan, node: Any, attention: Any) -> Iterator[str]:
-    """What keeps attention from the chip's fast path."""
-    device = plan.device
-    if attention.dropout > 0:
-        graph = device.graph.to_dict()
-        graph["nodes"][node.name]["attention"]["dropout"] = 0.0
-        without = dataclasses.replace(device, graph=parse(graph))
-        then = f"{step_time(without, plan.where).seconds:.3g} s and {memory_text(step_memory(without).total)}"
-        yield (
-            f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are computed and kept. With "
-            f"`--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now {plan.time.seconds:.3g} s "
-            f"and {memory_text(plan.memory.total)}"
-        )
-        return
-    head = attention.head_width(device.graph.shapes[node.inputs[0]].width)
-    used = 1 / padding(head, device.matrix_unit)
-    products = [(op.kind, op.times * op.flops) for op in device.traced.ops]
-    of_kernels = sum(flops for kind, flops in products if kind == "pallas_call")
-    share = (1 - used) * of_kernels / max(1.0, sum(flops for _, flops in products))
-    if share > _WORTH_A_HINT:
-        yield (
-            f"heads of {head} use {used:.0%} of a matrix unit of {device.matrix_unit}: with fewer, wider heads about "
-            f"{share:.0%} of the products' time is saved"
-        )

@@ -6,21 +6,21 @@ A search goes over meshes x micro-batches x recomputation.
 import itertools
 import json
 import math
+import re
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 from affinage.config.parallel import RematPreset
 from affinage.config.recipe import Recipe
 from affinage.errors import UserError
-from affinage.hardware.mesh import AXES
-from affinage.hardware.slices import Slice, find_slice
+from affinage.hardware.chips import Slice, find_slice
 from affinage.model import Graph
+from affinage.parallel.sharding import AXES
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
-from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
+from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, training_settings
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.state import split_params
@@ -59,16 +59,19 @@ class Candidate:
 
     def overrides(self, recipe: Recipe) -> list[str]:
         """The settings for `--set`."""
-        mesh, *others = self.settings(recipe).items()
-        dotted = {f"{section}.{key}": value for section, settings in others for key, value in settings.items()}
-        return [f"{key}={json.dumps(value)}" for key, value in [mesh, *dotted.items()]]
+        return [f"{section}={json.dumps(values)}" for section, values in self.settings(recipe).items()]
 
     def put_into(self, recipe: Recipe) -> Recipe:
         """The recipe with these settings."""
-        name, settings, _ = training_settings(recipe)
-        parallel = recipe.parallel.model_copy(update={"remat": self.remat})
-        training = settings.model_copy(update={"gradient_accumulation_steps": self.micro_batches})
-        return recipe.model_copy(update={"mesh": self.sizes, "parallel": parallel, name: training})
+        changed = self.settings(recipe)
+        sections = {key: getattr(recipe, key).model_copy(update=changed[key]) for key in changed if key != "mesh"}
+        return recipe.model_copy(update={"mesh": self.sizes} | sections)
+
+    def keeps_all_of(self, other: "Candidate") -> bool:
+        """Whether it needs as much memory in every respect: a mesh that is the same, no more parts, no other remat."""
+        keeps = self.micro_batches <= other.micro_batches and REMATS.index(self.remat) <= REMATS.index(other.remat)
+        # Only the gradients of several micro-batches are summed in arrays of their own.
+        return self.mesh == other.mesh and keeps and (self.micro_batches > 1 or other.micro_batches == 1)
 
 
 def search(
@@ -79,43 +82,33 @@ def search(
     Candidates are estimated in the order of a time that they cannot stay below, until the best are known: the result is
     the same as if all had been estimated. Twice the micro-batches must save 1 %; equals are ordered by what recomputes
     less and has the simpler mesh. A sharding table of the recipe's is kept, and so are the rounds and micro-batches of
-    its pipeline. `progress` is called with lines about the state of the search.
+    its pipeline. `progress` is called with lines about the state of the search. UserError: nothing fits, or settings go
+    with no way to split.
 
-    Returns:
-        The best, the number of candidates, and of those that were estimated in full.
-
-    Raises:
-        UserError: if nothing fits, and for settings that go with no way to split.
+    Returns the best, the number of candidates, and of those that were estimated in full.
     """
     _, settings, _ = training_settings(recipe)
     whole = settings.model_copy(update={"gradient_accumulation_steps": 1})
     check_update(split_params(graph, settings), whole, in_stages=False)  # what no candidate could change
-    where = measured(where)
     progress(f"the ways to split {recipe.name} over {where.name}")
     wholes: dict[str, PerDevice] = {}
-    queue = [
-        (order(candidate, bound(device, where, wholes)), candidate)
-        for candidate, device in candidates(recipe, graph, where)
-    ]
+    queue = [(order(each, bound(device, wholes)), each) for each, device in candidates(recipe, graph, where)]
     estimated = 0
+    for share in (NEARLY_FULL, 1.0):
+        refused: list[Candidate] = []
 
-    def estimate(share: float, refused: list[Candidate], candidate: Candidate) -> tuple[Order, Plan] | None:
-        nonlocal estimated
-        for other in refused:  # if on the same mesh it keeps no less in any respect than what did not fit
-            keeps = candidate.micro_batches <= other.micro_batches
-            keeps &= REMATS.index(candidate.remat) <= REMATS.index(other.remat)
-            # Only the gradients of several micro-batches are summed in arrays of their own.
-            if candidate.mesh == other.mesh and keeps and (candidate.micro_batches > 1 or other.micro_batches == 1):
+        def estimate(candidate: Candidate, share: float = share, refused: list[Candidate] = refused) -> Plan | None:
+            nonlocal estimated
+            if any(candidate.keeps_all_of(other) for other in refused):
                 return None
-        plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
-        progress(f"{estimated} of {len(queue):,} ways estimated in full")
-        if plan.memory.total > share * plan.capacity:
+            plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
+            progress(f"{estimated} of {len(queue):,} ways estimated in full")
+            if plan.memory.total <= share * plan.capacity:
+                return plan
             refused.append(candidate)
             return None
-        return order(candidate, plan.time.seconds), plan
 
-    for share in (NEARLY_FULL, 1.0):
-        if best := _fastest(queue, count, partial(estimate, share, [])):
+        if best := _fastest(queue, count, estimate, order):
             return best, len(queue), estimated
     what = f"nothing fits: none of {len(queue)} ways to split {recipe.name} over {where.name}"
     if not queue:
@@ -125,18 +118,21 @@ def search(
 
 
 def _fastest(
-    queue: list[tuple[Order, T]], count: int, estimate: Callable[[T], tuple[Order, Plan] | None]
+    queue: list[tuple[Order, T]],
+    count: int,
+    estimate: Callable[[T], Plan | None],
+    order_of: Callable[[T, float], Order] = lambda _, seconds: (seconds,),
 ) -> list[tuple[T, Plan]]:
     """The `count` best of a queue of (an order that an item cannot stay below, the item).
 
-    `estimate` gives an item's real order and its plan, or None if it does not fit.
+    `estimate` gives an item's plan, or None if it does not fit.
     """
     best: list[tuple[Order, T, Plan]] = []
     for least, item in sorted(queue, key=lambda entry: entry[0]):
         if len(best) >= count and best[count - 1][0] <= least:
             break  # none of the others can be faster
-        if (result := estimate(item)) is not None:
-            insort(best, (result[0], item, result[1]), key=lambda entry: entry[0])
+        if (plan := estimate(item)) is not None:
+            insort(best, (order_of(item, plan.time.seconds), item, plan), key=lambda entry: entry[0])
     return [(item, plan) for _, item, plan in best[:count]]
 
 
@@ -148,19 +144,18 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Can
     rows = rows_per_step(settings, where.devices)
     micro_batches = [n for n in range(1, min(rows, MOST_MICRO_BATCHES) + 1) if rows % n == 0]
     for mesh, parts in itertools.product(_meshes(graph, where.devices), micro_batches):
-        settled = Candidate(mesh, parts, "none").put_into(recipe)
+        split = Candidate(mesh, parts, "none").put_into(recipe)
         try:
-            device = per_device(graph, training_settings(settled)[1], settled.mesh, seq_len, where, settled.parallel)
-            if device.bytes_of(device.state) > (where.chip.memory_per_device or 0):
-                continue
+            device = per_device(graph, training_settings(split)[1], split.mesh, seq_len, where, split.parallel)
+            fits = device.bytes_of(device.state) <= (where.chip.memory_per_device or 0)
         except UserError:
             continue
-        for remat in remats:
-            candidate = Candidate(mesh, parts, remat)
-            yield candidate, replace(device, parallel=candidate.put_into(recipe).parallel)
+        for remat in remats if fits else ():
+            parallel = split.parallel.model_copy(update={"remat": remat})
+            yield Candidate(mesh, parts, remat), replace(device, parallel=parallel)
 
 
-def bound(device: PerDevice, where: Slice, wholes: dict[str, PerDevice]) -> float:
+def bound(device: PerDevice, wholes: dict[str, PerDevice]) -> float:
     """Seconds that a step cannot stay below: its share of the whole step's operations, its own collectives and bubble.
 
     The whole step is that of one device with all rows at once; `wholes` has one for each preset of `remat`.
@@ -169,7 +164,7 @@ def bound(device: PerDevice, where: Slice, wholes: dict[str, PerDevice]) -> floa
     if kind not in wholes:
         settings = device.settings.model_copy(update={"gradient_accumulation_steps": 1})
         wholes[kind] = replace(device, settings=settings, sizes=dict.fromkeys(AXES, 1))
-    return _BOUND * step_time(device, where, whole=wholes[kind]).seconds
+    return _BOUND * step_time(device, whole=wholes[kind]).seconds
 
 
 def order(candidate: Candidate, seconds: float) -> Order:
@@ -184,15 +179,13 @@ def order(candidate: Candidate, seconds: float) -> Order:
 
 
 def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
-    experts = "experts" in str(graph.parameters)
-    repeated = [node.layers for node in graph.nodes if node.repeat is not None]
-    searched = [axis for axis in AXES if (axis != "pipeline" or repeated) and (axis != "expert" or experts)]
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    for sizes in itertools.product(divisors, repeat=len(searched)):
-        named = dict(zip(searched, sizes, strict=True))
-        stages = named.get("pipeline", 1)
-        if math.prod(sizes) == devices and stages <= MOST_STAGES and not any(layers % stages for layers in repeated):
-            yield tuple(named.get(axis, 1) for axis in AXES)
+    layers = [node.layers for node in graph.nodes if node.repeat is not None]
+    stages = [n for n in divisors if layers and n <= MOST_STAGES and not any(each % n for each in layers)]
+    choices = dict.fromkeys(AXES, divisors) | {"pipeline": stages or [1]}
+    if "experts" not in str(graph.parameters):
+        choices["expert"] = [1]
+    return (sizes for sizes in itertools.product(*choices.values()) if math.prod(sizes) == devices)
 
 
 # ---- curves ----
@@ -203,15 +196,13 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
 
     Strong scaling keeps the batch, weak scaling the rows of a device. Each slice takes the fastest of the recipe's own
     mesh and those of `fsdp` beside up to 8 devices of `tensor` and of `context` that fit; slices without one are left
-    out. With each plan comes its tokens/s a chip, relative to the smallest slice that fits.
-
-    Raises:
-        UserError: if it fits none, for settings that go with no mesh, and for a processor, which has no slices.
+    out. With each plan comes its tokens/s a chip, relative to the smallest slice that fits. UserError: it fits none,
+    settings go with no mesh, or `first` is a processor, which has no slices.
     """
     if first.platform == "cpu":
         fix = "Name the first of them, such as --on v4-32 or --on h100x8."
         raise UserError("a curve goes over ever larger slices, and a processor has none", where="--curve", fix=fix)
-    name, settings, length = training_settings(recipe)
+    name, settings, seq_len = training_settings(recipe)
     check_update(split_params(graph, settings), settings, in_stages=False)
     least = "none" if recipe.parallel.remat == "auto" else recipe.parallel.remat
     parallel = recipe.parallel.model_copy(update={"remat": least})
@@ -226,15 +217,14 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
         wholes: dict[str, PerDevice] = {}
         for number, mesh in enumerate(meshes):
             try:
-                device = per_device(graph, sized, mesh, length, where, parallel)
-                seconds = bound(device, where, wholes)
+                seconds = bound(per_device(graph, sized, mesh, seq_len, where, parallel), wholes)
             except UserError:
                 continue
             queue.append(((seconds, number), recipe.model_copy(update={name: sized, "mesh": mesh})))
 
-        def estimate(changed: Recipe, where: Slice = where) -> tuple[Order, Plan] | None:
+        def estimate(changed: Recipe, where: Slice = where) -> Plan | None:
             plan = make_plan(changed, graph, where)
-            return ((plan.time.seconds,), plan) if plan.fits else None
+            return plan if plan.fits else None
 
         plans += [plan for _, plan in _fastest(queue, 1, estimate)]
     if not plans:
@@ -246,14 +236,11 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
 
 def _larger(first: Slice) -> Iterator[Slice]:
     """A slice and those of twice, four times, ... its size, while there are any: h100x8, h100x16; v4-8, v4-16."""
-    if first.platform == "gpu":
-        family, joint, count = first.name.partition("x")[0], "x", first.devices
-    else:
-        family, joint, number = first.name.rpartition("-")
-        count = int(number)
+    sized = re.fullmatch(r"(.+[-x])(\d+)", first.name)
+    prefix, count = (sized[1], int(sized[2])) if sized else (f"{first.name}x", 1)
     while True:
         try:
-            where = find_slice(f"{family}{joint}{count}")
+            where = find_slice(f"{prefix}{count}")
         except UserError:  # no shape of that size, or the family ends
             return
         if where.chips > MOST_CHIPS:

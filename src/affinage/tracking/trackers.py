@@ -86,11 +86,8 @@ def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable
 class Trackers:
     """The trackers of a training. While entered, `log` hands lines over, which takes microseconds.
 
-    Args:
-        makers: by name; each is called in the tracker's own thread, as it may import much.
-        run: as trackers see it.
-        folder: of the training; the ids are kept there, in `tracker-NAME.id`.
-        say: takes lines for the user: a tracker that fails, hangs or is too slow is reported once.
+    Each of the `makers` is called in its tracker's own thread, as it may import much. Ids are kept in the training's
+    `folder`, in `tracker-NAME.id`. A tracker that fails, hangs or is too slow is reported once, to `say`.
     """
 
     def __init__(

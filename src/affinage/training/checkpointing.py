@@ -2,21 +2,21 @@
 
 import datetime
 import json
-import shutil
 import time
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.metadata import IDENTITY, check_compatible, checksums
 from affinage.checkpoint.store import CHECKPOINTS, IO_TIMEOUT
 from affinage.cluster.processes import Processes
+from affinage.data.json_files import write_atomically
 from affinage.errors import UserError
-from affinage.training.job import Extension
+from affinage.results import versions
 from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer
 from affinage.training.state import FROZEN, TrainState, kept_frozen
-from affinage.training.summary import versions
 from affinage.training.trainer import Trainer
 from affinage.training.watchdog import PreemptionGuard, Watchdog
 
@@ -33,13 +33,10 @@ class Checkpointer:
 
     def __init__(self, trainer: Trainer, goodput: GoodputTimer, watchdog: Watchdog) -> None:
         self._trainer, self._job, self._goodput, self._watchdog = trainer, trainer.job, goodput, watchdog
-        self._settings = self._job.runtime.checkpoint
+        self._settings = settings = self._job.runtime.checkpoint
         self._uploader = self._job.uploader if Processes.current.first else None
         self._store = self._job.store or CheckpointStore(
-            self._job.folder / CHECKPOINTS,
-            keep_last=self._settings.keep_last,
-            keep_every=self._settings.keep_every,
-            saved=self._uploader.saved if self._uploader is not None else lambda: None,
+            self._job.folder / CHECKPOINTS, keep_last=settings.keep_last, keep_every=settings.keep_every
         )
         self.resumed_at: list[int] = []  # the steps at which the starts of this run began, except the first
         self._saved_at = time.monotonic()
@@ -66,7 +63,7 @@ class Checkpointer:
                 step, trees, meta = newest
                 state = TrainState(**trees, frozen=kept_frozen(self._store.folder.parent, abstract.frozen))
             else:
-                step, state, meta = self._extended(job.extends) if job.extends else (0, self._trainer.begin(), {})
+                step, state, meta = self._extended(*job.extends) if job.extends else (0, self._trainer.begin(), {})
                 if state.frozen is not None:
                     frozen = CheckpointStore(self._store.folder.parent / FROZEN)
                     frozen.save(0, {"params": state.frozen}, {})
@@ -90,12 +87,12 @@ class Checkpointer:
     def should_save(self, step: int) -> bool:
         """Whether the state after a step is to be saved; the same in all processes. Raises OSError if a save failed."""
         self._store.wait(0)
-        settings = self._settings
-        if step % settings.every_steps == 0 or step == self._job.settings.steps:
+        minutes = self._settings.every_minutes
+        if step % self._settings.every_steps == 0 or step == self._job.settings.steps:
             return True
-        if settings.every_minutes is None or (Processes.current.count > 1 and step % _BY_CLOCK):
+        if minutes is None or (Processes.current.count > 1 and step % _BY_CLOCK):
             return False
-        is_old = time.monotonic() - self._saved_at >= 60 * settings.every_minutes
+        is_old = time.monotonic() - self._saved_at >= 60 * minutes
         return bool(Processes.current.broadcast("a save by the clock", is_old))
 
     def save(self, step: int, state: TrainState, health: Mapping[str, Any]) -> None:
@@ -138,21 +135,19 @@ class Checkpointer:
         for name, change in check_compatible(meta, identity(self._trainer), allowed, where=where).items():
             warnings.warn(f"{self._job.name} resumes with another {name}: {change}", CheckpointWarning, stacklevel=2)
 
-    def _extended(self, extension: Extension) -> Restored:
+    def _extended(self, training: Path, step: int) -> Restored:
         """The checkpoint of another training; its metrics are copied, so that the curve is complete.
 
         Raises:
             UserError: there is no such checkpoint, it is corrupted, or more differs than an extension may change: the
                 steps, the schedule, and the mixture from its first step on.
         """
-        job, step = self._job, extension.step
-        store, where = CheckpointStore(extension.training / CHECKPOINTS), f"{job.name}.resume_from"
-        if step not in store.steps():
-            raise UserError(f"there is no checkpoint of step {step}; kept are {store.steps()}", where=where)
+        job = self._job
         if job.settings.steps <= step:
-            fix = f"Set {job.name}.steps to more than {step}."
-            raise UserError(f"it has made {step} of the {job.settings.steps} steps", where=where, fix=fix)
-        meta, now = store.metadata(step).facts, identity(self._trainer)
+            what, fix = f"it has made {step} of the {job.settings.steps} steps", f"Set {job.name}.steps to more."
+            raise UserError(what, where=f"{job.name}.resume_from", fix=fix)
+        store, now = CheckpointStore(training / CHECKPOINTS), identity(self._trainer)
+        meta = store.metadata(step).facts
         # Rows are drawn by counting from step 0: the mixture before this step must be what was trained on.
         before, after = (
             facts | {"mixture": [part for part in facts.get("mixture") or _NO_MIXTURE if part["from_step"] < step]}
@@ -160,13 +155,10 @@ class Checkpointer:
         )
         allowed = (*self._settings.allow_changes, "steps", "schedule")
         check_compatible({IDENTITY: before}, after, allowed, where=str(store.folder))
-        frozen = kept_frozen(extension.training, self._trainer.abstract.frozen)
+        frozen = kept_frozen(training, self._trainer.abstract.frozen)
         state = TrainState(**store.restore(step, self._trainer.abstract.named()), frozen=frozen)
-        lines, own = extension.training / METRICS, job.folder / METRICS
-        if Processes.current.first and lines.is_file() and not own.exists():
-            part = own.with_suffix(".part")
-            shutil.copyfile(lines, part)
-            part.replace(own)
+        if Processes.current.first and (training / METRICS).is_file() and not (job.folder / METRICS).exists():
+            write_atomically(job.folder / METRICS, (training / METRICS).read_bytes())
         # The time between the two belongs to neither.
         return step, state, {name: fact for name, fact in meta.items() if name != "clock"}
 

@@ -1,15 +1,15 @@
 """Scores of a model while it is trained: its loss on held-out text, benchmarks, and whether they end the training."""
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from affinage.cluster.processes import Processes
+from affinage.results import read_json_lines
 from affinage.training.job import ValidationSet
-from affinage.training.metrics import METRICS, GoodputTimer, MetricLogger, read_lines
+from affinage.training.metrics import METRICS, GoodputTimer, MetricLogger
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 from affinage.training.watchdog import PreemptionGuard, Watchdog
@@ -41,7 +41,8 @@ class Evaluator:
         """
         written: list[str] = []
         if resumed:
-            written = [name for row in read_lines(self._job.folder / METRICS) if row["step"] == step for name in row]
+            rows = read_json_lines(self._job.folder / METRICS)
+            written = [name for row in rows if row["step"] == step for name in row]
             written = Processes.current.broadcast("scores that were written", written)
         with self._goodput.account("validation"):
             monitor, evaluation, why = self._job.monitor, None, ""
@@ -69,16 +70,15 @@ class Evaluator:
         that are no text it is what the graph reports in its place.
         """
         weights, scores = (state.params, state.ema_params, state.frozen), dict[str, dict[str, float]]()
+        in_flight = 0 if self._trainer.is_simulated else _IN_FLIGHT
         for name, rows in self._job.validation.items():
-            sums, running = [], deque[Any]()
+            sums: list[Any] = []
             for batch in rows:
                 self._watchdog.beat("a batch of the validation")
                 if self._preemption.reached():
                     return None
                 sums.append(self._step(weights, self._trainer.put(batch)))
-                running.append(sums[-1])
-                if len(running) > (0 if self._trainer.is_simulated else _IN_FLIGHT):
-                    jax.block_until_ready(running.popleft())
+                jax.block_until_ready(sums[: len(sums) - in_flight][-1:])
             batches = jax.device_get(sums)
             nats, mean = _total_and_mean([(each["sum"], each["count"]) for each in batches])
             scores[name] = {"loss": mean}

@@ -1,5 +1,6 @@
 """What happens to unhealthy steps: updates that were skipped, rollbacks, and a stop with a diagnosis."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +17,8 @@ from affinage.cluster.processes import Processes
 from affinage.config.training import HealthSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, Graph, apply
-from affinage.training.metrics import finite, read_lines, write_lines
+from affinage.results import read_json_lines
+from affinage.training.metrics import finite, keep_lines
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 
@@ -27,11 +29,7 @@ _ROLLBACKS = 10  # of a run, after which another one does not help
 
 
 class TrainingDiverged(Exception):
-    """Too many updates were skipped; the run stops at `step`."""
-
-    def __init__(self, step: int, message: str) -> None:
-        super().__init__(message)
-        self.step = step
+    """Too many updates were skipped; the run stops."""
 
 
 class HealthMonitor:
@@ -54,13 +52,9 @@ class HealthMonitor:
         self._event: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
             # A rollback was seen after the step that it went back to.
-            events = read_lines(self._path)
-            kept = [e for e in events if e["step"] <= start or [e["step"], e.get("back_to")] in self.rollbacks]
-            write_lines(self._path, kept)
-
-    def batch_after(self, step: int) -> int:
-        """The number, from 0, of the batch that is next when `step` steps are made."""
-        return step + self.data_offset
+            keep_lines(
+                self._path, lambda row: row["step"] <= start or [row["step"], row.get("back_to")] in self.rollbacks
+            )
 
     def facts(self) -> dict[str, Any]:
         """What a resumed run must know, JSON-able."""
@@ -77,10 +71,9 @@ class HealthMonitor:
         # A loss that stands out is often one whose gradient overflows: that is no mere spike.
         is_finite = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
         cause = "spike" if metrics.get("spike") and is_finite else "nonfinite"
-        policy = self._settings.on_spike if cause == "spike" else self._settings.on_nonfinite
+        policy, torn = getattr(self._settings, f"on_{cause}"), bool(metrics.get("torn"))
         shown = {name: metrics.get(name) for name in ("loss", "spike_score", "grad_norm", "learning_rate")}
         self._event = {"step": step, "cause": cause, **shown}
-        torn = bool(metrics.get("torn"))
         if policy == "log" and not torn:
             self._write("logged")
             return
@@ -89,7 +82,7 @@ class HealthMonitor:
             self.rollback_from = step
         if why := self._why_to_stop(step):
             self._write("stopped")
-            raise TrainingDiverged(step, f"{why}, the last at step {step}, whose loss was {self._event['loss']}")
+            raise TrainingDiverged(f"{why}, the last at step {step}, whose loss was {self._event['loss']}")
         if self.rollback_from is None:
             self._write("skipped")
 
@@ -105,9 +98,8 @@ class HealthMonitor:
         self.rollback_from = None
 
     def _why_to_stop(self, step: int) -> str:
-        in_a_row, limits = 0, self._settings
-        while step - in_a_row in self.skipped:
-            in_a_row += 1
+        limits = self._settings
+        in_a_row = next(count for count in itertools.count() if step - count not in self.skipped)
         if self.rollback_from is not None and len(self.rollbacks) >= _ROLLBACKS:
             return f"the run has rolled back {_ROLLBACKS} times"
         if in_a_row >= limits.max_consecutive_skips:
@@ -125,29 +117,24 @@ class HealthMonitor:
 def data_offset_at(training: Path, step: int) -> int:
     """How many batches a training had left out by rollbacks when it made a step; see `HealthMonitor.data_offset`."""
     total = offset = 0
-    for event in read_lines(training / FILE):
+    for event in read_json_lines(training / FILE):
         if "left_out" in event:
             total += event["left_out"]
             offset = total if event["step"] - event["left_out"] < step else offset
     return offset
 
 
-# ---- the diagnosis ----
-
-
-def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, number: int) -> UserError:
-    """The error for the user, with a diagnosis of the batch of this number, also in diagnosis.json."""
+def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, step: int, number: int) -> UserError:
+    """The error for the user, with a diagnosis of the step and its batch of this number, also in diagnosis.json."""
     batch = trainer.put(next(trainer.batches(number)), trainer.rows)
     params = trainer.split.full_params(state.params, state.frozen)
     found = diagnose(trainer.job.graph, trainer.apply_config, params, state.ema_params, batch)
-    facts, path = {"step": error.step, **found}, trainer.job.folder / "diagnosis.json"
+    facts, path = {"step": step, **found}, trainer.job.folder / "diagnosis.json"
     if Processes.current.first:
         path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
     listed = "".join(f"\n    {name}: {value}"[:305] for name, value in facts.items())
-    fix = (
-        "Look at the curve of grad_norm and the documents (`affinage data lineage`). A lower schedule.peak_lr or more "
-    )
-    fix += "warm-up help against divergence, health.on_spike: rollback against bad batches."
+    fix = "Look at the curve of grad_norm and the documents (`affinage data lineage`). A lower schedule.peak_lr or more"
+    fix += " warm-up help against divergence, health.on_spike: rollback against bad batches."
     return UserError(f"{error}{listed}", where=str(path), fix=fix)
 
 
@@ -180,7 +167,7 @@ def diagnose(
 
 def _all_finite(trees: Mapping[str, PyTree]) -> dict[str, Bool[Array, ""]]:
     """Whether all numbers of each tree are finite, by its name."""
-    leaves = {
+    arrays = {
         name: [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)] for name, tree in trees.items()
     }
-    return {name: jnp.array([jnp.isfinite(leaf).all() for leaf in each]).all() for name, each in leaves.items()}
+    return {name: jnp.array([jnp.isfinite(leaf).all() for leaf in each]).all() for name, each in arrays.items()}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from affinage.checkpoint.remote import Uploader
 from affinage.config.parallel import ParallelSettings
 from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import TrainSettings
-from affinage.hardware.devices import Hardware, LocalDevices
+from affinage.hardware.devices import Hardware
 from affinage.model import Graph
 from affinage.parallel import Strategy
 from affinage.tracking import TrackedRun, Tracker
@@ -46,13 +46,6 @@ class ValidationSet(Protocol):
 
     def __iter__(self) -> Iterator[HostBatch]:
         """All rows once; the last batch is filled up with rows whose `loss_mask` is 0."""
-
-
-class Extension(NamedTuple):
-    """A checkpoint that a training begins with, as if it had made the steps up to there itself."""
-
-    training: Path  # the folder of the training that made it; only read
-    step: int
 
 
 class Monitor(Protocol):
@@ -94,10 +87,11 @@ class TrainJob:
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)  # none of it changes the result
     trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)  # see `affinage.tracking`
     tracked: TrackedRun = field(default_factory=lambda: TrackedRun("train"))  # what trackers know of this training
-    extends: Extension | None = None  # the steps continue from the step of this checkpoint
-    uploader: Uploader | None = None  # copies what the first process saves elsewhere
+    # Folder, which is only read, and step of another training: this one begins as if it had made the steps up to there.
+    extends: tuple[Path, int] | None = None
+    uploader: Uploader | None = None  # copies elsewhere what the first process saves; goes with a `store` that calls it
     store: CheckpointStore | None = None  # of the checkpoints; None: one in the folder
-    hardware: Hardware = field(default_factory=LocalDevices)  # provides the devices, and is released at the end
+    hardware: Hardware = field(default_factory=Hardware)  # provides the devices, and is released at the end
     strategy: Strategy | None = None  # how the step is compiled; None: as the mesh requires
 
 

@@ -3,21 +3,17 @@
 import contextlib
 import gc
 import time
-from dataclasses import replace
 from typing import Any
 
 from affinage.checkpoint.store import IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.errors import Preempted
 from affinage.parallel import make_mesh
-from affinage.tracking import Trackers
 from affinage.training.checkpointing import Checkpointer
 from affinage.training.evaluator import Evaluator
 from affinage.training.health import HealthMonitor, TrainingDiverged, explain
 from affinage.training.job import TrainJob
-from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer, MetricLogger
-from affinage.training.profiler import Profiler
-from affinage.training.summary import facts_for_trackers, write_summary
+from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer, MetricLogger, Profiler, write_summary
 from affinage.training.trainer import Trainer
 from affinage.training.watchdog import PreemptionGuard, Watchdog
 
@@ -64,10 +60,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         for part in (job.uploader, job.monitor):
             if part is not None:
                 part.say = console.say
-        run = replace(job.tracked, start=start, facts=facts_for_trackers(trainer))
-        makers = job.trackers if processes.first else {}
-        trackers = stack.enter_context(Trackers(makers, run, job.folder, console.say))
-        logger = stack.enter_context(MetricLogger(trainer, goodput, start, trackers, console))
+        logger = stack.enter_context(MetricLogger(trainer, goodput, start, console))
         own_folder = job.folder if processes.first else None
         monitor = HealthMonitor(job.settings.health, own_folder, start, meta.get("health", {}), console.say)
         profiler = stack.enter_context(Profiler(job.runtime.profiled, job.folder))
@@ -85,7 +78,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         stack.callback(gc.unfreeze)
         stack.enter_context(goodput.account("compute"))
         step = start  # the steps that are made
-        batches = trainer.batches(monitor.batch_after(step))
+        batches = trainer.batches(step + monitor.data_offset)
         while step < steps and not why_ended:
             step += 1
             watchdog.step(step)
@@ -106,13 +99,13 @@ def train(job: TrainJob) -> dict[str, Any]:
                 for done, values in unhealthy:
                     monitor.update(done, values)
             except TrainingDiverged as error:
-                raise explain(trainer, state, error, monitor.batch_after(error.step - 1)) from error
+                raise explain(trainer, state, error, done, done - 1 + monitor.data_offset) from error
 
             if monitor.rollback_from is not None:
                 step, state, _ = checkpointer.rollback(before=monitor.rollback_from)
                 monitor.rolled_back(step)
                 logger.cut(step)
-                batches = trainer.batches(monitor.batch_after(step))
+                batches = trainer.batches(step + monitor.data_offset)
                 continue
             if evaluating and not stopping:
                 why_ended = evaluator(step, state, logger)
@@ -132,6 +125,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         if why_ended:
             console.say(f"ends at step {step:,}: {why_ended}")
         checkpointer.wait()
-        summary = write_summary(trainer, goodput, monitor.facts(), checkpointer.resumed_at, step, ended=why_ended)
+        ended = "monitor" if why_ended else ""
+        facts = {"health": monitor.facts(), "resumed_at": checkpointer.resumed_at, "ended": ended}
+        summary = write_summary(trainer, goodput, step, **facts)
         checkpointer.finish_upload(preemption, console)
     return summary

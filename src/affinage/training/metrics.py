@@ -1,11 +1,13 @@
-"""Metrics of steps, from the devices to metrics.jsonl, the console and trackers; and where the time of a run went."""
+"""What is known of a run: metrics of steps, from the devices to metrics.jsonl, the console and trackers; where its time
+went; its summary; and traces of some steps."""
 
 import contextlib
 import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,8 +16,14 @@ import rich
 from rich.progress import BarColumn, Progress
 
 from affinage.cluster.processes import Processes
+from affinage.data.json_files import write_atomically
 from affinage.durations import duration
 from affinage.errors import UserError
+from affinage.hardware.devices import peak_bytes
+from affinage.model.analysis import parameters
+from affinage.model.layer import parameters_in
+from affinage.results import read_json_lines, versions
+from affinage.secrets import masked
 from affinage.tracking import Trackers
 from affinage.training.trainer import Trainer
 
@@ -37,11 +45,13 @@ class MetricLogger:
     No step appears twice: lines after the step `start` that a run resumes from are dropped. What is not finite is null.
     """
 
-    def __init__(
-        self, trainer: Trainer, goodput: "GoodputTimer", start: int, trackers: Trackers, console: "ConsoleWriter"
-    ) -> None:
-        self._trainer, self._goodput, self._trackers, self._console = trainer, goodput, trackers, console
-        self._path = trainer.job.folder / METRICS if Processes.current.first else None
+    def __init__(self, trainer: Trainer, goodput: "GoodputTimer", start: int, console: "ConsoleWriter") -> None:
+        self._trainer, self._job, self._goodput, self._console = trainer, trainer.job, goodput, console
+        self._path = self._job.folder / METRICS if Processes.current.first else None
+        facts = {"settings": self._job.settings.model_dump(mode="json"), "seed": self._job.seed}
+        facts |= {"devices": trainer.devices(), "versions": versions()}
+        run = replace(self._job.tracked, start=start, facts=json.loads(masked(json.dumps(facts))))
+        self._trackers = Trackers(self._job.trackers if self._path else {}, run, self._job.folder, console.say)
         self._file: TextIO | None = None
         self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
         # On a CPU that plays several devices, the collectives of two steps that share its threads can deadlock.
@@ -51,11 +61,13 @@ class MetricLogger:
         self.cut(start)
 
     def __enter__(self) -> "MetricLogger":
+        self._trackers.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+        self._trackers.__exit__(kind)
 
     def log(self, step: int, metrics: Mapping[str, jax.Array], data_time: float) -> Unhealthy:
         """Take the metrics of a step that was just dispatched, before which the loop has waited for its batch.
@@ -96,8 +108,9 @@ class MetricLogger:
         self._pending.clear()
         self._done = step
         if self._path is not None:
-            self.__exit__()
-            write_lines(self._path, (row for row in read_lines(self._path) if row["step"] <= step))
+            if self._file is not None:
+                self._file.close()
+            keep_lines(self._path, lambda row: row["step"] <= step)
             self._file = self._path.open("a", buffering=1, encoding="utf-8")  # a kill keeps what was written
         self.restart_clock()
 
@@ -107,63 +120,47 @@ class MetricLogger:
         if not group:
             return []
         jax.block_until_ready(group[-1][1])
-        self._done, now, settings = group[-1][0], time.perf_counter(), self._trainer.job.settings
+        self._done, now, settings = group[-1][0], time.perf_counter(), self._job.settings
         self._waited += sum(data_time for _, _, data_time in group)
-        steps = max(self._done - self._clock_step, 1)
-        step_time, data_time = (now - self._clock) / steps, self._waited / steps
+        steps, trainer = max(self._done - self._clock_step, 1), self._trainer
+        step_time, data_time, peak = (now - self._clock) / steps, self._waited / steps, trainer.peak_flops
         if self._adapts:
             self._ahead = min(max(int(_SECONDS_IN_FLIGHT / max(step_time, 1e-9)), _IN_FLIGHT), _IN_FLIGHT_AT_MOST)
-        logged, unhealthy = False, Unhealthy()
+        unhealthy = Unhealthy()
         for step, metrics, _ in group:
             bad = any(bool(metrics[name]) for name in ("skipped", "spike") if name in metrics)
             due = step % settings.log_every == 0 or step in (1, settings.steps)
             if due or bad:
                 values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-                self._log_step(step, values, step_time, data_time)
-                logged = True
+                row = {
+                    "step": step,
+                    **values,
+                    "tokens": step * trainer.tokens,
+                    "tokens_per_second": round(trainer.tokens / step_time, 1),
+                    "mfu": None if peak is None else trainer.flops_per_step / step_time / peak,
+                    "step_time": round(step_time, 6),
+                    "data_time": round(data_time, 6),
+                    "goodput": round(self._goodput.goodput, 4),
+                }
+                self._console.training(self._write(row))
+                self._clock_step, self._clock, self._waited = self._done, now, 0.0
                 if bad:
                     unhealthy.append((step, values))
-        if logged:
-            self._clock_step, self._clock, self._waited = self._done, now, 0.0
         return unhealthy
-
-    def _log_step(self, step: int, metrics: Mapping[str, float], step_time: float, data_time: float) -> None:
-        trainer = self._trainer
-        row = {
-            "step": step,
-            **metrics,
-            "tokens": step * trainer.tokens,
-            "tokens_per_second": round(trainer.tokens / step_time, 1),
-            "mfu": None if trainer.peak_flops is None else trainer.flops_per_step / step_time / trainer.peak_flops,
-            "step_time": round(step_time, 6),
-            "data_time": round(data_time, 6),
-            "goodput": round(self._goodput.goodput, 4),
-        }
-        self._console.training(self._write(row))
 
     def _write(self, row: Mapping[str, Any]) -> dict[str, Any]:
         clean: dict[str, Any] = finite(row)
         if self._file is not None:
             self._file.write(json.dumps(clean) + "\n")
         self._trackers.log(clean)
-        self._trainer.job.measured(clean)
+        self._job.measured(clean)
         return clean
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a file, up to the first that cannot be read: a kill cut it in two."""
-    rows = []
-    with contextlib.suppress(json.JSONDecodeError):
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            rows.append(json.loads(line))  # those before the one that fails stay
-    return rows
-
-
-def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a file by JSON lines, completely or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    part.replace(path)
+def keep_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> None:
+    """Leave of a file's JSON lines those for which `keeps` is true, completely or not at all."""
+    lines = [json.dumps(row) + "\n" for row in read_json_lines(path) if keeps(row)]
+    write_atomically(path, "".join(lines).encode())
 
 
 def finite(value: Any) -> Any:
@@ -296,3 +293,78 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
     if speed and row["step"] < steps:
         parts.append(f"ETA {duration((steps - row['step']) * row['tokens'] / row['step'] / speed)}")
     return "  ".join(parts)
+
+
+# ---- at the end ----
+
+
+def write_summary(trainer: Trainer, goodput: GoodputTimer, steps: int, **facts: Any) -> dict[str, Any]:
+    """Return the JSON-able summary of a run that ended after a number of steps; the first process writes summary.json.
+
+    The speed and `mfu` are from the seconds of the steps alone. `facts` are more of its fields.
+    """
+    rows = list(read_json_lines(trainer.job.folder / METRICS))
+    lines = [row for row in rows if "loss" in row]
+    seconds, tokens = goodput.seconds(), steps * trainer.tokens
+    training, peak, flops = seconds["compute"] + seconds["data"], trainer.peak_flops, trainer.flops_per_step * steps
+    count = parameters(trainer.job.graph)
+    summary = {
+        "parameters": {
+            "total": count.total,
+            "embedding": count.embedding,
+            "non_embedding": count.total - count.embedding,
+            "trained": sum(parameter.size for parameter in parameters_in(trainer.split.trainable.parameters)),
+        },
+        "flops_per_step": trainer.flops_per_step,
+        "steps": steps,
+        "tokens": tokens,
+        "seconds": seconds | {"total": round(sum(seconds.values()), 3)},
+        "tokens_per_second": tokens / training if training else None,
+        "mfu": flops / training / peak if peak and training else None,
+        "first_loss": lines[0]["loss"] if lines else None,
+        "final_loss": lines[-1]["loss"] if lines else None,
+        "skipped_updates": sum(bool(line["skipped"]) for line in lines),
+        "validation": next((row["validation"] for row in reversed(rows) if "validation" in row), {}),
+        "predicted": {"parameters": count.total, "flops": flops},
+        "memory": {"peak_bytes": peak_bytes(trainer.mesh.local_devices)},
+        "devices": trainer.devices(),
+        **facts,
+    }
+    if Processes.current.first:
+        write_atomically(trainer.job.folder / "summary.json", json.dumps(summary, indent=1).encode())
+    return summary
+
+
+class Profiler:
+    """Traces `steps`, first and last, into `profile/`, for TensorBoard and Perfetto; of several processes each one."""
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
+        self._first, self._last = steps or (0, 0)
+        processes = Processes.current
+        self._folder = folder / "profile" / (f"process-{processes.index}" if processes.count > 1 else "")
+        self._running = False
+
+    def __enter__(self) -> "Profiler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+    def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
+        """Enter this while a step is dispatched."""
+        if not self._first <= step <= self._last:
+            return contextlib.nullcontext()
+        if not self._running:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # every call of Python would be an event
+            jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
+            self._running = True
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def dispatched(self, step: int, values: Any) -> None:
+        """Close the trace after its last step; `values` are ready when the devices are done with the step."""
+        if self._running and step >= self._last:
+            jax.block_until_ready(values)
+            self.__exit__()

@@ -106,6 +106,11 @@ class Trainer:
         """How the steps apply the graph."""
         return self.strategy.adapt(with_remat(self.apply_config, self.job.parallel.remat))
 
+    def devices(self) -> dict[str, Any]:
+        """What the run computes on, for people."""
+        kind = self.mesh.devices.flat[0].device_kind
+        return {"kind": kind, "count": self.mesh.size, "mesh": dict(self.mesh.shape)}
+
     # ---- batches ----
 
     def batches(self, number: int) -> Iterator[HostBatch]:

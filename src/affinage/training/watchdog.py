@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from affinage.cluster.processes import COORDINATOR, Processes
 from affinage.config.runtime import RuntimeSettings
 from affinage.errors import EXIT_INTERRUPTED
-from affinage.stopping import ONE_PRESS, PARENT, SIGNALS, StopSignals, heeded, leave
+from affinage.stopping import ONE_PRESS, PARENT, SIGNALS, StopSignals, handled_by, leave
 
 _EVERY = 1.0  # seconds between two looks
 _TO_LEAVE = 2.0  # seconds of the grace period that are kept for the end
@@ -75,14 +75,13 @@ class PreemptionGuard:
         if self._wakeup is not None:
             with contextlib.suppress(OSError):  # there was none
                 numbers = self._wakeup.recv(16)
-        for number in SIGNALS:
-            if number in numbers:
-                if not self.steps_to_lose:
-                    leave(f"{self._name} received {number.name} before a new step; there is nothing to save")
-                if number == signal.SIGINT and time.monotonic() - self._pressed > ONE_PRESS:
-                    leave(f"{self._name} received a second {number.name}; the last checkpoint stays", EXIT_INTERRUPTED)
-                self._pressed = min(self._pressed, time.monotonic())
-                self._first(number)
+        for number in (number for number in SIGNALS if number in numbers):
+            if not self.steps_to_lose:
+                leave(f"{self._name} received {number.name} before a new step; there is nothing to save")
+            if number == signal.SIGINT and time.monotonic() - self._pressed > ONE_PRESS:
+                leave(f"{self._name} received a second {number.name}; the last checkpoint stays", EXIT_INTERRUPTED)
+            self._pressed = min(self._pressed, time.monotonic())
+            self._first(number)
         left = self.seconds_left()
         if left is not None and left < -_TO_LEAVE:
             with contextlib.suppress(*_NO_STREAM):
@@ -90,20 +89,16 @@ class PreemptionGuard:
             leave(f"{self._name} was not saved within {self._grace:.0f} s; the last checkpoint stays")
 
     def __enter__(self) -> "PreemptionGuard":
-        if threading.current_thread() is threading.main_thread():
-            for number in heeded():
-                self._cleanup.callback(signal.signal, number, signal.signal(number, self._in_main_thread))
-            if StopSignals.current is not None:
-                self._wakeup, writer = map(self._cleanup.enter_context, socket.socketpair())
-                self._wakeup.setblocking(False)
-                writer.setblocking(False)
-                before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-                self._cleanup.callback(signal.set_wakeup_fd, before)
+        self._cleanup.enter_context(handled_by(self._in_main_thread))
+        if StopSignals.current is not None and threading.current_thread() is threading.main_thread():
+            self._wakeup, writer = map(self._cleanup.enter_context, socket.socketpair())
+            self._wakeup.setblocking(False)
+            writer.setblocking(False)
+            before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            self._cleanup.callback(signal.set_wakeup_fd, before)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._cleanup.close()
         if kind is None and self.signal_name and StopSignals.current is not None:
             StopSignals.current.note(self.signal_name)  # the training is done, and what would follow it is not

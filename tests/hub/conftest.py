@@ -1,3 +1,0 @@
-"""The fixtures of these tests."""
-
-from run_affinage import affinage  # noqa: F401
