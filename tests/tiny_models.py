@@ -15,6 +15,7 @@ from affinage.config.data import TokenizerSettings
 from affinage.data.tokenizer import FILE, Tokenizer
 from affinage.data.tokenizer_training import bpe_json, train_bpe
 from affinage.generation.model import LoadedModel, logits_of
+from affinage.hub.families import family_of
 from affinage.model.forward import init_params
 from affinage.model.graph import parse
 
@@ -115,3 +116,20 @@ def fused_experts(tensors):
         )
         merged |= {f"{prefix}gate_up_proj": np.concatenate([w1, w3], axis=1), f"{prefix}down_proj": w2}
     return merged
+
+
+def in_transformers(graph, params, context: int = CONTEXT):
+    """The same model with the same weights in transformers, in float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = family_of(graph)
+    config = family.to_config(graph, context=context)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config.pop("model_type"), **config), attn_implementation="eager"
+    )
+    tensors = fused_experts(family.to_tensors(jax.device_get(params), graph))
+    missing = model.load_state_dict({name: torch.tensor(array) for name, array in tensors.items()}, strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.float().eval()

@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.metadata import METADATA
+from affinage.checkpoint.metadata import METADATA, checksums
 from affinage.checkpoint.store import COMMIT, steps_in
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
 from affinage.parallel import make_mesh
-from processes_in_memory import in_memory
 from waiting import until
 
 
@@ -276,17 +277,49 @@ def test_no_code_that_a_checkpoint_names_is_run(
     assert not (tmp_path / "sprung").exists()
 
 
+class Second(Processes):
+    """The second of two processes, of which the first has two steps and cannot read the newer one."""
+
+    def broadcast(self, name: str, value: Any, **_: Any) -> Any:
+        return [[1, ""], [2, ""]]
+
+    def all_min(self, name: str, value: int, **_: Any) -> int:
+        return min(value, name != "restore of 2")
+
+
 def test_processes_resume_from_one_step_though_another_one_cannot_read_the_newest(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ):
     saved(store, 1, 2)
-    first, process = in_memory(2)
-    values = first.service.values  # with what the first process has announced
-    values["affinage/broadcast/checkpoints/1"] = json.dumps([[1, ""], [2, ""]])
-    values["affinage/gather/metadata of 2/1/0"] = "1"
-    values["affinage/gather/restore of 2/1/0"] = "0"
-    values |= {f"affinage/gather/{name} of 1/1/0": "1" for name in ("metadata", "restore", "checksums")}
-    monkeypatch.setattr(first.service, "wait_at_barrier", lambda name, milliseconds: None)
-    monkeypatch.setattr(Processes, "current", process)
-    with process.all_at_work():
+    monkeypatch.setattr(Processes, "current", Second(1, 2))
+    with Processes.current.all_at_work():
         assert newest(store) == 1
+
+
+# ---- checksums of arrays
+
+
+DTYPES = ["float32", "bfloat16", "int32", "int8", "bool", "float8_e4m3fn"]
+
+
+def checksum(array: np.ndarray | jax.Array) -> str:
+    return checksums({"tree": {"x": jnp.asarray(array)}})["tree.x"][2]
+
+
+@given(dtype=st.sampled_from(DTYPES), shape=st.sampled_from([(1,), (16,), (8, 6), (2, 3, 4)]), data=st.data())
+def test_any_one_changed_element_changes_the_checksum(dtype: str, shape: tuple[int, ...], data: st.DataObject):
+    array = np.asarray(jnp.asarray(np.random.default_rng(0).integers(0, 2, shape), dtype))
+    changed = array.copy()
+    bits = changed.view(np.uint8).reshape(-1)
+    at = data.draw(st.integers(0, bits.size - 1))
+    bits[at] ^= 1 if dtype == "bool" else 1 << data.draw(st.integers(0, 7))
+    assert checksum(changed) != checksum(array) == checksum(array.copy())
+
+
+@pytest.mark.parametrize(
+    "spec", [PartitionSpec(), PartitionSpec("a"), PartitionSpec("b", "a"), PartitionSpec(("a", "b"))]
+)
+def test_the_checksum_is_the_same_on_any_mesh(spec: PartitionSpec):
+    array = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    assert checksum(jax.device_put(array, NamedSharding(mesh, spec))) == checksum(array)

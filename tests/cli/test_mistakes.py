@@ -20,9 +20,6 @@ data lineage quickstart                                            --step
 chat nobody                                                        `nobody`
 generate a@b x                                                     `a@b`
 eval runs/x                                                        `runs/x`
-chat quickstart                                                    affinage run quickstart
-report quickstart                                                  affinage run quickstart
-eval quickstart --tasks piqa                                       affinage run quickstart
 compare nobody no-one                                              `nobody`
 plan quickstart --on v9-8                                          `v9-8`
 sweep TINY                                                         sweep

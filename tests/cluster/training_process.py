@@ -66,12 +66,6 @@ class Training:
         """The steps that a process made in a start."""
         return [int(line) for line in _made(self.folder, start, process).read_text().splitlines()]
 
-    def saved(self) -> list[int]:
-        """The steps whose state is on disk."""
-        from affinage.checkpoint import CheckpointStore
-
-        return CheckpointStore(self.folder / "checkpoints").steps()
-
 
 def ended_alike(one: Path, other: Path, step: int) -> bool:
     """Whether two runs ended with the same state and curve, bit for bit."""
@@ -150,7 +144,6 @@ def main(job: dict) -> None:
         def on_step(step: int, state: object) -> None:
             with _made(folder, job["start"], processes.index).open("a") as file:
                 print(step, file=file)
-            time.sleep(job.get("pause", 0.0))
             process, at, number = job["hurt"] or (None, None, 0)
             if (processes.index, step) == (process, at):
                 os.kill(os.getpid(), number) if number else time.sleep(3600)

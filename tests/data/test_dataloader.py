@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from affinage.data.dataloader import DataLoader, make_batch, prefetch, segments, validation_sets
-from affinage.data.mixture import SLOTS, Group, components_of, stages_of
+from affinage.data.dataloader import (
+    SLOTS,
+    DataLoader,
+    Group,
+    components_of,
+    make_batch,
+    prefetch,
+    segments,
+    stages_of,
+    validation_sets,
+)
 from affinage.data.order import permuted
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.errors import UserError
@@ -47,12 +56,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, group in GROUPS.items():
         write_folder(folder / name, group.rows, FIRST[name], source=group.source, language=group.language)
     return folder
-
-
-def first_tokens(feed: DataLoader, rows: int) -> list[int]:
-    """The rows of the feed from its beginning, by their first token."""
-    steps = -(-rows // feed.batch_size)
-    return [int(token) for step in range(steps) for token in feed.batch(step)["tokens"][:, 0]][:rows]
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)

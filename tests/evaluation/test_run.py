@@ -4,9 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from lm_eval.api.instance import Instance
 
 import choice_task
 from affinage.errors import UserError
+from affinage.evaluation.backend import JaxLM
+from affinage.evaluation.harness import cached
 from affinage.evaluation.results import compare, read_answers
 from affinage.evaluation.run import compressor_bits_per_byte, evaluate
 from benchmark_fixtures import write_items
@@ -116,3 +119,29 @@ def test_bits_per_byte_stand_beside_those_of_the_compressors():
     measured = results["bits_per_byte"]["novels.en"]
     assert measured.items() >= compressor_bits_per_byte(texts).items()
     assert 0.5 < measured["model"] < 100
+
+
+# ---- a kill in the middle
+
+
+WORDS = ["two", "three", "twenty", "four hundred", "five"]
+
+
+def texts(lm, words=WORDS, sampled=False):
+    told = {"do_sample": sampled, "max_gen_toks": 90, "temperature": 1.0}
+    return lm.generate_until([Instance("generate_until", {}, (f"{word} plus seven is", told), 0) for word in words])
+
+
+def test_a_stop_in_the_middle_keeps_what_was_answered(tmp_path):
+    def stops(line):
+        if line.startswith("generated 4 "):
+            raise KeyboardInterrupt
+
+    first = cached(JaxLM(tiny_llama(), batch=2, progress=stops), tmp_path / "a", "tiny")
+    with pytest.raises(KeyboardInterrupt):
+        texts(first)
+    first.dbdict.close()
+    lm = JaxLM(tiny_llama(), batch=2)
+    again = cached(lm, tmp_path / "a", "tiny")
+    assert texts(again) == texts(JaxLM(tiny_llama())) and lm.requests <= 2  # four were answered, in batches of two
+    again.dbdict.close()

@@ -6,15 +6,17 @@ import jax
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from affinage.data.tokenizer import Tokenizer
-from affinage.generation.engine import Engine, generate, token_logprobs
+from affinage.generation.engine import Detokenizer, Engine, generate, token_logprobs
 from affinage.generation.sampling import SamplingParams
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.model.layers import attention, block
-from tiny_models import CONTEXT, full_logits, tiny_llama
+from tiny_models import CONTEXT, full_logits, tiny_llama, tokenizer
 
 PROMPTS = [[2, 50, 60, 70], [2], [2, *range(30, 61)], [2, 99, 98, 97, 96, 95]]
 
@@ -139,3 +141,40 @@ def test_log_probabilities_are_those_of_the_full_forward_pass():
         assert one.logprob == pytest.approx(expected[place, one.token], abs=1e-4)
         best = np.sort(expected[place])[::-1][:3]
         assert [value for _, value in one.top] == pytest.approx(best.tolist(), abs=1e-4)
+
+
+# ---- text is released once, and as soon as no later token changes it
+
+
+texts = st.text(st.sampled_from("abc é€🧀\n\tü"), max_size=25)
+
+
+@given(texts)
+def test_pieces_join_to_the_text(text):
+    stream = Detokenizer(tokenizer())
+    pieces = [stream.push(token) for token in tokenizer().encode(text)]
+    assert "".join([*pieces, stream.push(None)]) == text == stream.released
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(texts, st.lists(st.text(st.sampled_from("abc é€🧀\n"), min_size=1, max_size=3), max_size=3))
+def test_text_ends_before_the_first_stop_string(text, stops):
+    stream = Detokenizer(tokenizer(), stops)
+    pieces = []
+    for token in tokenizer().encode(text):
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    pieces.append(stream.push(None))
+    released = "".join(pieces)
+    ends = [text.index(stop) for stop in stops if stop in text]
+    assert stream.stopped == bool(ends)
+    # A stop string found early may be overtaken by a longer one that began before it but ended after it.
+    assert text.startswith(released) and (released == text if not ends else min(ends) <= len(released))
+    assert not ends or any(text[len(released) :].startswith(stop) for stop in stops)
+
+
+def test_bytes_that_are_no_text_do_not_block_what_follows():
+    tokens = [10 + 0xE2, *tokenizer().encode("abc")]  # ids 10 to 265 are the bytes
+    stream = Detokenizer(tokenizer())
+    assert "".join([stream.push(token) for token in tokens] + [stream.push(None)]) == "\ufffdabc"

@@ -144,11 +144,6 @@ def tables(of: str = "") -> dict[str, bytes]:
     return files | {"README.md": CARD.encode()}
 
 
-def read_for_data(hub: Hub) -> list[str]:
-    """The files that were asked for, but for what tells of a dataset what is in it."""
-    return [found[1] for one in hub.requests if (found := re.search(r"resolve/\w{40}/(.*\.parquet)", one.path))]
-
-
 def test_datasets_are_what_their_files_are(hub, machine):
     first = hub.commit("datasets/me/tables", tables())
     text = hub.commit("datasets/me/lines", {"some.json.gz": gzip.compress(lines(documents("lines")))})

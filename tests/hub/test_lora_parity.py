@@ -5,15 +5,13 @@ import numpy as np
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from affinage.config.training import LoraSettings, SftSettings
 from affinage.hub.export import adapter_tensors, write_adapter
-from affinage.hub.families import family_of
 from affinage.model import Adapters, ApplyConfig, apply, init_params
 from affinage.training.state import TrainState, split_params
 from affinage.training.trainer import optimizer_of, step_of
-from tiny_models import CONTEXT, VOCABULARY, fused_experts, tiny_llama, tiny_mixtral
+from tiny_models import VOCABULARY, in_transformers, tiny_llama, tiny_mixtral
 
 TARGETS = ("query", "value", "out", "gate", "down")
 LORA = LoraSettings(r=3, alpha=7, target_modules=TARGETS)
@@ -31,23 +29,11 @@ def drawn(adapters):
     return jax.tree.map(lambda p: draw.normal(0, 0.1, p.shape).astype(np.float32), shapes)
 
 
-def in_transformers(ours, params=None):
-    """The same weights, or these, in transformers."""
-    tensors = family_of(ours.graph).to_tensors(jax.device_get(ours.params if params is None else params), ours.graph)
-    told = {**family_of(ours.graph).to_config(ours.graph, context=CONTEXT), "attn_implementation": "eager"}
-    if ours is tiny_mixtral():
-        theirs, tensors = MixtralForCausalLM(MixtralConfig(**told)), fused_experts(tensors)
-    else:
-        theirs = LlamaForCausalLM(LlamaConfig(**told))
-    theirs.load_state_dict({name: torch.tensor(array) for name, array in tensors.items()})
-    return theirs.float().eval()
-
-
 def in_peft(ours, adapters, params):
     """The same adapters beside the same weights."""
     modules = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
     config = LoraConfig(r=LORA.r, lora_alpha=LORA.alpha, target_modules=modules, task_type="CAUSAL_LM")
-    model = get_peft_model(in_transformers(ours), config)
+    model = get_peft_model(in_transformers(ours.graph, ours.params), config)
     tensors = {
         name.replace(".weight", ".default.weight"): torch.tensor(array)
         for name, array in adapter_tensors(adapters, params).items()
@@ -118,14 +104,14 @@ def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(
     ours = make()
     adapters = Adapters(ours.graph, LoraSettings(r=3, alpha=7, target_modules=targets))
     params = drawn(adapters)
-    in_transformers(ours).save_pretrained(tmp_path / "base")
+    in_transformers(ours.graph, ours.params).save_pretrained(tmp_path / "base")
     write_adapter(tmp_path / "adapter", adapters, params, base=str(tmp_path / "base"))
-    read = PeftModel.from_pretrained(in_transformers(ours), tmp_path / "adapter").eval()
+    read = PeftModel.from_pretrained(in_transformers(ours.graph, ours.params), tmp_path / "adapter").eval()
     by_itself = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
     ids = torch.tensor(batch()["tokens"], dtype=torch.long)
     with torch.no_grad():
-        found, of_base = read(ids).logits, in_transformers(ours)(ids).logits
-        expected = in_transformers(ours, adapters.merged(ours.params, params))(ids).logits
+        found, of_base = read(ids).logits, in_transformers(ours.graph, ours.params)(ids).logits
+        expected = in_transformers(ours.graph, adapters.merged(ours.params, params))(ids).logits
         others = by_itself(ids).logits, read.merge_and_unload()(ids).logits
     scale = expected.abs().max().item()
     assert (expected - of_base).abs().max() > 0.02 * scale

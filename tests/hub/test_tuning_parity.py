@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
 from affinage.config.training import DpoSettings, SftSettings
@@ -22,7 +22,7 @@ from affinage.hub.families import family_of
 from affinage.model import ApplyConfig, apply
 from affinage.model.graph import ANSWERS, parse, preference_graph
 from source_forms import write_lines
-from tiny_models import CONTEXT, tiny_llama, tokenizer
+from tiny_models import CONTEXT, in_transformers, tiny_llama, tokenizer
 
 COMMON = {
     "steps": 1,
@@ -52,15 +52,7 @@ def messages(turns):
 def llama():
     """(our model, the same weights in transformers)."""
     ours = tiny_llama(layers=2)
-    theirs = LlamaForCausalLM(
-        LlamaConfig(**family_of(ours.graph).to_config(ours.graph, context=CONTEXT), attn_implementation="eager")
-    )
-    weights = {
-        name: torch.tensor(array)
-        for name, array in family_of(ours.graph).to_tensors(jax.device_get(ours.params), ours.graph).items()
-    }
-    theirs.load_state_dict(weights)
-    return ours, theirs.float()
+    return ours, in_transformers(ours.graph, ours.params)
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +146,7 @@ def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenize
 
     (value, metrics), gradients = jax.jit(jax.value_and_grad(mean, has_aux=True))(ours.params)
 
-    before = copy.deepcopy(theirs)
-    before.load_state_dict(
-        {n: torch.tensor(a) for n, a in family_of(ours.graph).to_tensors(jax.device_get(reference), ours.graph).items()}
-    )
+    before = in_transformers(ours.graph, reference)
     told = {"beta": 0.3, "report_to": "none", "use_cpu": True, "bf16": False}
     config = DPOConfig(output_dir=str(tmp_path / "trl"), **told)
     said = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])

@@ -5,27 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_graphs
 from affinage.hub.families import family_of
 from affinage.model import ApplyConfig, apply, parse
-from tiny_models import fused_experts
+from tiny_models import fused_experts, in_transformers
 
 TOLERANCE = 1e-4  # of the largest element
-
-
-def transformers_model(graph, params, context):
-    family = family_of(graph)
-    config = family.to_config(graph, context=context)
-    kind = config.pop("model_type")
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager")
-    tensors = {name: torch.tensor(array) for name, array in fused_experts(family.to_tensors(params, graph)).items()}
-    missing = model.load_state_dict(tensors, strict=False)
-    assert not missing.unexpected_keys
-    assert set(missing.missing_keys) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model.float().eval()
 
 
 def relative(ours, theirs):
@@ -60,7 +46,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name):
     graph = parse(MODELS[name])
     params = tiny_graphs.random_params(graph, seed=3)
     tokens = np.random.default_rng(0).integers(0, tiny_graphs.VOCABULARY, (2, 24))
-    theirs = transformers_model(graph, params, context=64)
+    theirs = in_transformers(graph, params, context=64)
     output = theirs(torch.tensor(tokens), labels=torch.tensor(tokens))
     output.loss.backward()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from affinage.errors import Preempted, UserError
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import identity
+from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 from curves import curve
 
@@ -137,3 +139,43 @@ def test_the_summary_says_what_the_run_was(tmp_path: Path):
 def _targets(batch: dict[str, np.ndarray]) -> float:
     same = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
     return float((batch["loss_mask"][:, 1:] * same).sum())
+
+
+# ---- on other devices: the state bit for bit, the same batches, the same curve
+
+
+SAVED, END = 4, 8
+SETTINGS = {"checkpoint": {"every_steps": SAVED, "keep_last": 99}, "eval_every": END}
+
+
+def job(folder: Path, mesh: dict[str, int]):
+    return tiny.job(folder, END, graph=tiny.graph(dropout=0.1, layers=1), mesh=mesh, **SETTINGS)
+
+
+def losses(folder: Path) -> np.ndarray:
+    return np.array([line["loss"] for line in tiny.lines(folder) if line["step"] > SAVED])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four")
+    train(job(folder, {"data": 2, "fsdp": 2}))
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"data": 1}, {"fsdp": 2, "tensor": 4}])
+def test_a_run_goes_on_where_there_are_other_devices(undisturbed: Path, tmp_path: Path, mesh: dict[str, int]):
+    shutil.copytree(undisturbed / "checkpoints" / str(SAVED), tmp_path / "checkpoints" / str(SAVED))
+    here = job(tmp_path, mesh)
+    program, _ = tiny.compiled(here)
+
+    store = CheckpointStore(tmp_path / "checkpoints")
+    state = TrainState(**store.restore(SAVED, program.abstract.named()))
+    assert all(leaf.sharding == like.sharding for leaf, like in zip(*map(jax.tree.leaves, (state, program.abstract))))
+    assert tiny.bits(state.named()) == tiny.saved_bits(undisturbed, SAVED, *state.named())
+    for name, array in program.put(here.feed.batch(SAVED)).items():
+        assert np.asarray(array).tobytes() == here.feed.batch(SAVED)[name].tobytes()
+
+    assert train(here)["resumed_at"] == [SAVED]
+    np.testing.assert_allclose(losses(tmp_path), losses(undisturbed), rtol=1e-5)

@@ -36,7 +36,7 @@ def recipes(as_json: options.JsonOption = False) -> None:
     from affinage.config.load import packaged_recipes, read_file
 
     rows = [
-        {"name": name, "description": read_file(path).value.get("description", ""), "file": str(path)}
+        {"name": name, "description": read_file(path).raw.get("description", ""), "file": str(path)}
         for name, path in packaged_recipes().items()
     ]
     shown = Table(("", ""), [(row["name"], row["description"]) for row in rows], left=(0, 1))
@@ -109,17 +109,15 @@ def _leaves(value: Any, path: "Keys" = ()) -> Iterator[tuple["Keys", Any]]:
 
 
 def _written_at(raw: Any, path: "Keys", value: Any) -> "Keys | None":
-    """The key in a recipe that sets the value in effect at a path, which may be a shorter form; None for a default."""
+    """The key in a recipe that sets the value in effect at a path; None for a default."""
     if path == ("pretrain", "steps") and "steps" not in raw["pretrain"]:
         return ("pretrain", "tokens")
     for place, key in enumerate(path):
-        around = path[:place]
-        if isinstance(raw, list) and isinstance(key, str):  # `[tensorboard]` for {tensorboard: {}}
-            return (*around, raw.index(key)) if key in raw else None
-        if isinstance(raw, dict) and key not in raw:  # `{en: 1}` for [{weights: {en: 1}}]
-            return (*around, path[-1]) if path[-1] in raw and raw[path[-1]] == value else None
-        if type(raw) not in (dict, list):  # `my_text/` for {path: my_text/}
-            return around if raw == value else None
+        if not isinstance(raw, dict if isinstance(key, str) else list):
+            # A short form: `[wandb]` for {wandb: {}}, {en: 1} for [{weights: {en: 1}}], `my_text/` for {path: my_text/}
+            return path[:place] if isinstance(raw, dict | list) or raw == value else None
+        if isinstance(raw, dict) and key not in raw:
+            return None
         raw = raw[key]
     return path
 

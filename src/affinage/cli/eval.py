@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from affinage.cli import options
-from affinage.cli.opening import MaxLenOption, MeshOption, model_of, opened
-from affinage.cli.options import app, find, opt
+from affinage.cli.options import app, find, model_of, opened, opt
 from affinage.cli.output import Table, counted, emit, listed, table, working
 from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
@@ -35,8 +34,8 @@ def evaluate(
     apply_chat_template: Annotated[Literal["auto", "true", "false"] | None, opt(_TEMPLATE)] = None,
     batch_size: Annotated[int | None, opt("Whole sequences at once; default: what fits, to 64.", min=1)] = None,
     contamination: Annotated[bool | None, opt(_CONTAMINATION)] = None,
-    mesh: MeshOption = None,
-    max_model_len: MaxLenOption = None,
+    mesh: options.MeshOption = None,
+    max_model_len: options.MaxLenOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Score models on benchmarks: a run on those of its recipe, or any model on any task.

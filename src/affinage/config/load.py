@@ -6,7 +6,7 @@ A recipe is made of layers: the bases that it names, the file itself, and `--set
 import copy
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,27 @@ from affinage.secrets import secret_in
 _ALTERNATIVES = (("steps", "tokens"), ("batch_size", "per_device_batch_size"), ("warmup_steps", "warmup_ratio"))
 
 
-@dataclass(frozen=True)
-class LoadedRecipe:
-    """A recipe, the file it came from, and where in it, in its bases or on the command line each value was written."""
+@dataclass
+class Layers:
+    """What was written, after bases and overrides, before defaults; and where each value of it was written."""
+
+    raw: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Keys, str] = field(default_factory=dict)  # ("pretrain", "steps") -> "recipes/quickstart.yaml:31"
+    base: Path | None = None  # the recipe that the file itself starts from
+
+    def locate(self, path: Sequence[str | int]) -> str:
+        """Return where `path` was written (`file:line` or `--set key`), or the nearest thing around it that was."""
+        keys = tuple(path)
+        return next((self.origins[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in self.origins), "")
+
+
+@dataclass(kw_only=True)
+class LoadedRecipe(Layers):
+    """A recipe, the file it came from, and its layers."""
 
     recipe: Recipe
     path: Path
-    raw: dict[str, Any]  # what was written, after bases and overrides, before defaults
-    locate: Callable[[Sequence[str | int]], str]  # ("pretrain", "steps") -> "recipes/quickstart.yaml:31"
     command: str = ""  # runs it again
-    base: Path | None = None  # the recipe that its file starts from
 
     def beside(self, path: str, key: Sequence[str | int]) -> Path:
         """Resolve a path that stands under `key`: relative to the file it was written in, which may be a base.
@@ -64,19 +75,15 @@ def load_recipe(
     layers = read_file(path)
     for override in sorted(overrides, key=lambda each: each.startswith("hardware.price")):  # a slice clears the price
         _put_override(layers, override)
-    layers.share()
-    layers.value = _without_nulls(layers.value, ())
-    present = {keys for keys, _ in _leaves(layers.value, every=True)}
-    layers.origins = {
-        keys: where for keys, where in layers.origins.items() if keys in present
-    }  # not of what is replaced
-    for keys, value in _leaves(layers.value):
-        if isinstance(value, str) and secret_in(value):  # a recipe is copied into manifests, reports and model cards
+    _share_training(layers)
+    layers.raw = _without_nulls(layers.raw, ())
+    present = {keys for keys, _ in _leaves(layers.raw, every=True)}  # without what was replaced
+    layers.origins = {keys: where for keys, where in layers.origins.items() if keys in present}
+    for keys, value in _leaves(layers.raw):
+        if isinstance(value, str) and secret_in(value):
             what = "this holds a password or a token, which would be written into manifests and reports"
-            fix = (
-                "Leave it to the environment: ~/.netrc for https, HF_TOKEN, WANDB_API_KEY, the clouds' own for gs, s3."
-            )
-            raise UserError(what, where=layers.locate(keys), fix=fix)
+            fix = "Leave it to the environment: ~/.netrc for https, HF_TOKEN, WANDB_API_KEY, "
+            raise UserError(what, where=layers.locate(keys), fix=fix + "the clouds' own for gs, s3.")
     # The command is printed in reports and model cards, which do not show this machine's folders.
     name, here = str(path_or_name), Path.cwd()
     if Path(name).is_absolute():
@@ -84,80 +91,51 @@ def load_recipe(
     command = shlex.join(["affinage", "run", name, *(word for override in overrides for word in ("--set", override))])
     while True:
         try:
-            recipe = Recipe.model_validate(layers.value)
-            return LoadedRecipe(recipe, path, layers.value, layers.locate, command, layers.base)
+            recipe = Recipe.model_validate(layers.raw)
+            return LoadedRecipe(layers.raw, layers.origins, layers.base, recipe=recipe, path=path, command=command)
         except ValidationError as error:
             unknown = [details for details in error.errors() if details["type"] == "extra_forbidden"]
-            wrong = {written_path(details["loc"], layers.value) for details in unknown or error.errors()}
+            wrong = {written_path(details["loc"], layers.raw) for details in unknown or error.errors()}
             if left_out is None or () in wrong or any(layers.locate(keys).startswith("--set ") for keys in wrong):
-                raise explain(error, Recipe, layers.value, layers.locate) from None
+                raise explain(error, Recipe, layers.raw, layers.locate) from None
             for *around, key in sorted(wrong, key=lambda keys: [str(part).rjust(9) for part in keys], reverse=True):
-                section: Any = layers.value
+                section: Any = layers.raw
                 for part in around:
                     section = section[part]
                 del section[key]
                 left_out.append(".".join(map(str, (*around, key))))
 
 
-@dataclass
-class Layers:
-    """The merged values, and where each of them was written (`file:line` or `--set key`)."""
-
-    value: dict[str, Any] = field(default_factory=dict)
-    origins: dict[Keys, str] = field(default_factory=dict)
-    base: Path | None = None  # the recipe that the file itself starts from
-
-    def locate(self, path: Sequence[str | int]) -> str:
-        """Return the origin of `path`, or of the nearest thing around it that was written."""
-        keys = tuple(path)
-        return next((self.origins[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in self.origins), "")
-
-    def share(self) -> None:
-        """Lay each training's own settings over those that `training` gives for all of them."""
-        shared = self.value.pop("training", {})
-        if not isinstance(shared, dict):
-            raise UserError("`training` must be a mapping of settings", where=self.locate(("training",)))
-        common = {known[1:]: origin for known, origin in self.origins.items() if known[:1] == ("training",)}
-        for section in TRAININGS:
-            own = self.value.get(section)
-            if isinstance(own, dict):
-                self.value[section] = copy.deepcopy(shared)
-                _lay(self.value[section], own)
-                self.origins = {(section, *known): origin for known, origin in common.items() if known} | self.origins
-
-
 def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
     """Read a recipe file over the recipe that its `base` names; `below` are the files that led to this one."""
-    try:
-        shown = str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        shown = str(path)
+    resolved, here = path.resolve(), Path.cwd()
+    shown = str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(path)
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError:
         raise UserError("this is not a text file in UTF-8", where=shown) from None
-    document = parse(text, shown)
-    if not isinstance(document.value, dict):
+    value, lines = parse(text, shown)
+    if not isinstance(value, dict):
         raise UserError("a recipe is a mapping of settings, such as `name: my-run`", where=shown)
-    layers, base = Layers(), document.value.pop("base", None)
+    layers, base = Layers(), value.pop("base", None)
     if base is not None:
-        where = f"{shown}:{document.lines[('base',)]}"
+        where = f"{shown}:{lines[('base',)]}"
         if not isinstance(base, str):
             raise UserError("`base` must be the path or the name of another recipe", where=where, fix="Name one.")
         try:
             file_of_base = find_recipe(base, path.parent).resolve()
         except UserError as error:
             raise UserError(f"`base: {base}`: {error.what}", where=where, fix=error.fix) from None
-        chain = (*below, path.resolve())
+        chain = (*below, resolved)
         if file_of_base in chain:
             names = " -> ".join(each.name for each in (*chain[chain.index(file_of_base) :], file_of_base))
             raise UserError(f"`base` leads back to where it began: {names}", where=where, fix="Name another recipe.")
         layers = read_file(file_of_base, chain)
-        layers.value.pop("description", None)  # it would not describe what is built on it
+        layers.raw.pop("description", None)  # it would not describe what is built on it
         layers.base = file_of_base
-    _lay(layers.value, document.value)
-    layers.origins |= {keys: f"{shown}:{line}" for keys, line in document.lines.items()}
+    _lay(layers.raw, value)
+    layers.origins |= {keys: f"{shown}:{line}" for keys, line in lines.items()}
     return layers
 
 
@@ -170,25 +148,36 @@ def _put_override(layers: Layers, override: str) -> None:
         raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
     if keys[0] == "base":
         raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
-    value, target, path = parse(text, shown).value, layers.value, list[Any]()
-    for key in keys:
-        if path:
-            if isinstance(target, dict) and not isinstance(target.get(path[-1]), dict | list):
-                target[path[-1]] = {}
-                layers.origins[tuple(path)] = shown
-            target = target[path[-1]]
-        if isinstance(target, dict):
-            path.append(key)
-        elif isinstance(target, list) and key.isdigit() and int(key) < len(target):
-            path.append(int(key))
-        else:
+    value, target, path = parse(text, shown).value, layers.raw, list[Any]()
+    for number, key in enumerate(keys, 1):
+        place = int(key) if isinstance(target, list) and key.isdigit() and int(key) < len(target) else key
+        if not isinstance(target, dict) and place is key:
             what = f"`{'.'.join(map(str, path))}` has no place `{key}`: it is {brief(target)}"
             raise UserError(what, where=shown, fix="Give the whole of it.")
+        path.append(place)
+        if number < len(keys):
+            if isinstance(target, dict) and not isinstance(target.get(key), dict | list):
+                target[key] = {}
+                layers.origins[tuple(path)] = shown
+            target = target[place]
     if isinstance(target, dict):
         _lay(target, {keys[-1]: value})
     else:
         target[path[-1]] = value
     layers.origins |= {(*path, *inner): shown for inner, _ in _leaves(value, every=True)}
+
+
+def _share_training(layers: Layers) -> None:
+    """Lay each training's own settings over those that `training` gives for all of them."""
+    shared = layers.raw.pop("training", {})
+    if not isinstance(shared, dict):
+        raise UserError("`training` must be a mapping of settings", where=layers.locate(("training",)))
+    common = {keys[1:]: where for keys, where in layers.origins.items() if keys[0:1] == ("training",) and keys[1:]}
+    for section in TRAININGS:
+        if isinstance(own := layers.raw.get(section), dict):
+            layers.raw[section] = copy.deepcopy(shared)
+            _lay(layers.raw[section], own)
+            layers.origins = {(section, *keys): where for keys, where in common.items()} | layers.origins
 
 
 def _lay(below: dict[str, Any], above: dict[str, Any]) -> None:

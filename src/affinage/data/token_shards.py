@@ -14,7 +14,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from jaxtyping import Integer
 
 from affinage.data import executor
 from affinage.data.json_files import write_atomically, write_json
-from affinage.data.packing import Layout
+from affinage.data.packing import best_fit, concatenate
 from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError, is_transient
 from affinage.paths import from_home
@@ -82,11 +82,6 @@ def errors_at(url: str) -> Iterator[None]:
         raise UserError(f"{type(error).__name__}: {error}", where=url, fix=fix) from error
 
 
-def _patient(read: Callable[[], Any], url: str) -> Any:
-    """Return what `read` returns, tried again where the network fails for a while; errors are those of `errors_at`."""
-    return executor.with_retries(errors_at(url)(read), url)
-
-
 def upload(filesystem: Any, path: str, contents: bytes) -> None:
     """Write a file of these bytes at a path of a file system; an object store shows it once it is complete."""
     protocols = filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)
@@ -100,7 +95,7 @@ def upload(filesystem: Any, path: str, contents: bytes) -> None:
 
 
 class Document(NamedTuple):
-    """A document, or a conversation, as tokens; sorting by `key` shuffles documents."""
+    """A document, or a conversation, as tokens; a shard has its documents in the order of `key`, which shuffles."""
 
     id: str
     source: str
@@ -126,25 +121,32 @@ def write_shard(
     shard: int,
     shards: int,
     documents: Sequence[Document],
-    layout: Layout,
     seq_len: int,
     *,
     pad: int,
+    strategy: str = "best_fit",
+    overlap: int = 0,
     url: str = "",
 ) -> dict[str, Any]:
-    """Write one shard of a folder and return its {rows, tokens, trained_tokens, row_bytes, files: {name: facts}}.
+    """Pack documents by a `strategy` of `packing` into rows, those of `concat` with an `overlap` of tokens.
 
+    Returns {rows, tokens, files: {name: facts}} of the shard; of held-out documents and conversations row_bytes, of
+    conversations their number, trained_tokens and most_in_a_row. A token that a row repeats counts once.
     With a `url` the tokens go there. Raises UserError if that cannot be written.
     """
     name, here = partial(shard_file, shard=shard, shards=shards), str(folder)
+    documents = sorted(documents, key=lambda document: document.key)
+    sizes = np.array([len(document.tokens) for document in documents])
+    layout = best_fit(sizes, seq_len) if strategy == "best_fit" else concatenate(sizes, seq_len, overlap)
     tokens = layout.fill([each.tokens for each in documents], seq_len, pad)
     files = {name("tokens"): _put_array(url or here, name("tokens"), tokens)}
     del tokens
-    counts: dict[str, Any] = {"rows": layout.rows, "tokens": int(layout.length.sum()), "files": files}
+    counts: dict[str, Any] = {"rows": layout.rows, "tokens": int(sizes.sum()), "files": files}
     if trained := [each.trained for each in documents if each.trained is not None]:
         mask = layout.fill(trained, seq_len)
         files[name("loss_mask")] = _put_array(here, name("loss_mask"), mask)
-        counts["trained_tokens"] = int(mask.sum())
+        counts |= {"trained_tokens": int(mask.sum()), "conversations": len(documents)}
+        counts["most_in_a_row"] = int(np.bincount(layout.row).max())
     if lengths := [each.bytes for each in documents if each.bytes is not None]:
         # Nothing comes before the first token of a row that could predict it.
         row_bytes = layout.fill(lengths, seq_len)[:, 1:].sum(axis=1, dtype=np.int64)
@@ -194,7 +196,7 @@ def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks =
     facts = sums | facts | ({} if marks == MARKS else {"marks": marks._asdict()}) | {"files": files}
     write_json(folder / FACTS, facts)
     if url := facts.get("url", ""):
-        _patient(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)
+        executor.with_retries(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)
     return facts
 
 
@@ -273,12 +275,12 @@ class TokenShards:
         ends = [begin + size for begin in begins]
 
         def ranges() -> list[bytes]:
-            filesystem, path = fsspec.core.url_to_fs(url)
-            paths = [f"{path}/{self.names[shard]}" for shard in shards]
-            contents: list[bytes] = filesystem.cat_ranges(paths, begins, ends, on_error="raise")
-            return contents
+            with errors_at(url):
+                filesystem, path = fsspec.core.url_to_fs(url)
+                paths = [f"{path}/{self.names[shard]}" for shard in shards]
+                return list(filesystem.cat_ranges(paths, begins, ends, on_error="raise"))
 
-        contents = b"".join(_patient(ranges, url))
+        contents = b"".join(executor.with_retries(ranges, url))
         if len(contents) != len(rows) * size:
             raise UserError(f"{len(contents)} bytes came instead of {len(rows) * size}", where=url, fix=_AGAIN)
         return np.frombuffer(contents, dtype).reshape(-1, self.seq_len)

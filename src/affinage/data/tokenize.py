@@ -25,7 +25,6 @@ from affinage.config.data import PackingSettings
 from affinage.data.documents import document_files, row_groups
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.order import document_keys
-from affinage.data.packing import best_fit, concatenate
 from affinage.data.token_shards import Document, file_safe, finish_folder, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
 from affinage.errors import UserError, UserWarned
@@ -196,11 +195,7 @@ def write_documents(task: ShardTask) -> dict[str, Any]:
             documents.append(Document(id, source, url or "", key, np.concatenate([before, ids, after]), lengths))
             size += len(text.encode())
             unspelled += tokenizer.unspelled(text)
-    documents.sort(key=lambda document: document.key)
-    lengths, seq_len = np.array([len(document.tokens) for document in documents]), task.settings.seq_len
-    concat = task.held_out or task.settings.strategy == "concat"
-    layout = concatenate(lengths, seq_len, int(task.held_out)) if concat else best_fit(lengths, seq_len)
-    pad, url = tokenizer.marks.pad, task.url
-    counts = write_shard(task.folder, task.shard, task.shards, documents, layout, seq_len, pad=pad, url=url)
-    counts["tokens"] = int(lengths.sum())  # the token that a held-out row repeats counts once
+    strategy, seq_len = "concat" if task.held_out else task.settings.strategy, task.settings.seq_len
+    how: dict[str, Any] = {"pad": tokenizer.marks.pad, "strategy": strategy, "overlap": int(task.held_out)}
+    counts = write_shard(task.folder, task.shard, task.shards, documents, seq_len, url=task.url, **how)
     return counts | {"documents": len(documents), "bytes": size, "unspelled": unspelled}

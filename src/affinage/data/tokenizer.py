@@ -95,13 +95,9 @@ class Tokenizer:
         self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
         self._anchor = self.encode(_ANCHOR)
-        # A search for one of thousands of control tokens: by their first three characters, then by possible lengths.
-        prefixes = sorted({content[:3] for content in controls}, key=len, reverse=True)
-        self._prefixes = re.compile("|".join(map(re.escape, prefixes)) or "(?!)")
-        self._lengths = {
-            prefix: sorted({len(c) for c in controls if c[:3] == prefix or prefix.startswith(c)}, reverse=True)
-            for prefix in prefixes
-        }
+        # One of thousands of control tokens is found by its first three characters, then by possible lengths.
+        self._beginnings = re.compile("|".join({re.escape(content[:3]) for content in controls}) or "(?!)")
+        self._lengths = sorted({len(content) for content in controls}, reverse=True)
 
     def _named_tokens(self) -> dict[str, str]:
         if self.fixed_ids:
@@ -250,9 +246,9 @@ class Tokenizer:
     def control_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Return where control tokens are spelled in a text: (id, first character, end) of each."""
         spans, place = [], 0
-        while match := self._prefixes.search(text, place):
+        while match := self._beginnings.search(text, place):
             start = match.start()
-            spellings = (text[start : start + length] for length in self._lengths[match[0]])
+            spellings = (text[start : start + length] for length in self._lengths)
             spelling = next((spelling for spelling in spellings if spelling in self.controls), "")
             place = start + max(len(spelling), 1)
             spans += [(self.controls[spelling], start, place)] if spelling else []
@@ -277,8 +273,7 @@ class Tokenizer:
         """
         text = encodable(text).replace(_MARK, REPLACEMENT)
         edits = [(start, end, f"{_MARK}{id_}{_MARK}") for id_, start, end in self.control_spans(text)]
-        if _GUARD in text:
-            edits = sorted([*edits, *((match.start(), match.end(), "") for match in re.finditer(_GUARD, text))])
+        edits = sorted([*edits, *((match.start(), match.end(), "") for match in re.finditer(_GUARD, text))])
         parts, place = [], 0
         for start, end, name in edits:
             parts += [text[place:start], name]
@@ -289,25 +284,21 @@ class Tokenizer:
             ids = self._fast.encode_batch_fast([named], add_special_tokens=False)[0].ids
         if not spans:
             return ids, [False] * len(ids)
+        edges = [edge for span in spans for edge in span]
         if ids and (sizes := self._spelled_bytes[np.array(ids, np.int64)]).sum() == len(text.encode()):
-            stops = np.cumsum(sizes)
-            places = np.array([len(text[:edge].encode()) for span in spans for edge in span])
-            firsts = np.searchsorted(stops, places[::2], side="right").tolist()
-            lasts = np.searchsorted(stops - sizes, places[1::2]).tolist()
+            ends = np.cumsum(sizes)  # of the tokens, in bytes of the text
+            starts, places = ends - sizes, [len(text[:edge].encode()) for edge in edges]
         else:
             encoded = self._fast.encode(named, add_special_tokens=False)
-            ids, edges = encoded.ids, [start for start, *_ in edits]
-            growth = list(accumulate((len(name) - (end - start) for start, end, name in edits), initial=0))
-            moved = [edge + growth[bisect_left(edges, edge)] for span in spans for edge in span]
-            tokens = (map(encoded.char_to_token, range(place, len(named))) for place in moved)
-            found = [next((token for token in each if token is not None), len(ids)) for each in tokens]
-            firsts, lasts = found[::2], found[1::2]
-            for number, (last, stop) in enumerate(zip(lasts, moved[1::2], strict=True)):
-                lasts[number] += last < len(ids) and (encoded.token_to_chars(last) or (stop,))[0] < stop
-        trained = [False] * len(ids)
-        for first, last in zip(firsts, lasts, strict=True):
-            trained[first:last] = [True] * (last - first)
-        return ids, trained
+            ids, (starts, ends) = encoded.ids, np.array(encoded.offsets).reshape(-1, 2).T  # in characters of `named`
+            growth = [*accumulate((len(name) - (end - start) for start, end, name in edits), initial=0)]
+            begun = [start for start, *_ in edits]
+            places = [edge + growth[bisect_left(begun, edge)] for edge in edges]
+        trained = np.zeros(len(ids), bool)
+        firsts, lasts = np.searchsorted(ends, places[::2], side="right"), np.searchsorted(starts, places[1::2])
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            trained[first:last] = True
+        return ids, trained.tolist()
 
     # ---- ids to text ----
 

@@ -202,12 +202,10 @@ def measure(tokenizer: Tokenizer, split_folder: Path) -> dict[str, Any]:
                 round_trip.update(documents=1, exact=tokenizer.decode(ids) == text)
                 for group in (counts["sources"][source], counts["languages"][language]):
                     group.update(tokens=len(ids), words=len(text.split()), bytes=size)
-    rates: dict[str, dict[str, dict[str, float]]] = {"languages": {}, "sources": {}}
-    for key, groups in counts.items():
-        for name, count in sorted(groups.items()):
-            rates[key][name] = {
-                "bytes_per_token": count["bytes"] / max(count["tokens"], 1),
-                "tokens_per_word": count["tokens"] / max(count["words"], 1),
-                **count,
-            }
-    return {"measured_on": part, **rates, "round_trip": round_trip}
+
+    def rates(count: Counter[str]) -> dict[str, float]:
+        per_token, per_word = count["bytes"] / max(count["tokens"], 1), count["tokens"] / max(count["words"], 1)
+        return {"bytes_per_token": per_token, "tokens_per_word": per_word, **count}
+
+    rated = {key: {name: rates(groups[name]) for name in sorted(groups)} for key, groups in counts.items()}
+    return {"measured_on": part, **rated, "round_trip": round_trip}

@@ -32,7 +32,6 @@ from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
 from affinage.data.order import shuffle_keys
 from affinage.data.overlap import strings_in
-from affinage.data.packing import best_fit
 from affinage.data.places import is_on_hub, unique
 from affinage.data.token_shards import FACTS, Document, find_shard_folders, finish_folder, open_shards, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
@@ -230,11 +229,8 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {"counts": counts, "first_bad": first_bad}
     for part, members in documents.items():
         if members:
-            members.sort(key=lambda document: document.key)
-            layout = best_fit(np.array([len(document.tokens) for document in members]), task.seq_len)
             folder, pad = task.folder / part / task.name, tokenizer.conversation_marks.pad
-            results[part] = write_shard(folder, task.shard, task.shards, members, layout, task.seq_len, pad=pad)
-            results[part] |= {"conversations": len(members), "most_in_a_row": int(np.bincount(layout.row).max())}
+            results[part] = write_shard(folder, task.shard, task.shards, members, task.seq_len, pad=pad)
     return results
 
 

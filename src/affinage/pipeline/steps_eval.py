@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from affinage.cluster.processes import Processes
@@ -19,8 +19,8 @@ from affinage.hub.families import family_of
 from affinage.hub.verify import verify
 from affinage.model import parse
 from affinage.pipeline.eval_results import contamination_search
-from affinage.pipeline.models import TRAININGS, release_of
-from affinage.pipeline.opening import load_model
+from affinage.pipeline.models import TRAININGS, Target, release_of
+from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext, Summary, mesh_of
 from affinage.pipeline.store import write_json
 from affinage.report.card import card_facts
@@ -50,7 +50,7 @@ def evaluate(context: StepContext, training: str) -> Summary:
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
-        texts=_validation_texts(inputs) if settings.compressors else None,
+        texts=validation_texts(inputs.get("split")) if settings.compressors else None,
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
     )
@@ -87,25 +87,28 @@ def export(context: StepContext) -> Summary:
     summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype, sampling=sampling)
     if settings.verify:
         context.progress("comparing with transformers")
-        texts = [text for group in _validation_texts(inputs).values() for text in group[:_VERIFIED]]
+        texts = [text for group in validation_texts(inputs.get("split"), _VERIFIED).values() for text in group]
         summary["verified"] = verify(folder, model, texts)
     return summary
 
 
 def _trained(context: StepContext, training: str, name: str) -> LoadedModel:
     """The model of a training, split over the recipe's mesh by the recipe's table."""
-    tokenizer, sharding = context.inputs["train-tokenizer"], context.recipe.parallel.sharding
     # The mesh is of the devices of all processes: one that works alone has copies on its own.
     mesh = mesh_of(context.recipe) if Processes.current.together else None
-    return load_model(context.inputs[training], tokenizer, name=name, mesh=mesh, sharding=sharding)
+    target = Target(name, "model", context.inputs[training], run=context.run_folder)
+    return open_model(target, context.run_folder.parent, mesh=mesh, sharding=context.recipe.parallel.sharding)
 
 
-def _validation_texts(inputs: Mapping[str, Path]) -> dict[str, list[str]]:
-    """Documents that were never trained on, per source and language; none without any text."""
+def validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
+    """Documents that were never trained on, per source and language, at most `most`; none without any text."""
     texts: dict[str, list[str]] = defaultdict(list)
-    for batch in read_documents(inputs["split"] / "validation") if "split" in inputs else ():
+    folder = None if split is None else split / "validation"
+    for batch in read_documents(folder) if folder is not None and folder.is_dir() else ():
         for document in batch.to_pylist():
-            texts[f"{document['source']}.{document['language']}"].append(document["text"])
+            group = texts[f"{document['source']}.{document['language']}"]
+            if most is None or len(group) < most:
+                group.append(document["text"])
     return dict(texts)
 
 
