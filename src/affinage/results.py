@@ -4,8 +4,11 @@ The report, the model card, sweeps and the verbs read results through these mode
 results of other versions, or damaged ones, still open: a field that is missing or has another form is None or empty.
 """
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +16,11 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+import affinage
+
 RESULT = "result.json"
 MANIFEST = "manifest.json"  # of a complete result; its last file to be written
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "sentencepiece", "lm-eval")
 _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs: alone they are no characters
 
 
@@ -331,6 +337,15 @@ class Manifest(Result):
         """A hash of the hashes of all files; "" without files."""
         lines = "".join(f"{file.sha256}  {path}\n" for path, file in sorted(self.files.items()))
         return hashlib.sha256(lines.encode()).hexdigest() if lines else ""
+
+
+def versions() -> dict[str, str]:
+    """Versions of affinage, Python and the packages that results may depend on."""
+    installed = {"affinage": affinage.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def read_result(folder: Path, kind: type[AnyResult]) -> AnyResult | None:

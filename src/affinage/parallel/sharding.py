@@ -112,7 +112,7 @@ def across_slices(full: Mapping[str, int], slices: int) -> tuple[int, ...]:
 def table_with(replaced: Lines) -> Table:
     """The sharding table with the lines that a recipe replaces.
 
-    Raises a UserError where one mesh axis would split both the rows and the positions of an activation.
+    UserError: one mesh axis would split both the rows and the positions of an activation.
     """
     table = {**TABLE, **{str(axis): (*mesh_axes,) for axis, mesh_axes in replaced.items()}}
     if "expert_rows" not in replaced:
@@ -250,7 +250,7 @@ def apply_config_on(layout: MeshLayout, attention: AttentionImplementation, sett
 def param_shardings(mesh: Mesh, axes: PyTree, abstract: PyTree, table: Table = TABLE) -> PyTree:
     """A NamedSharding for every parameter, of trees of its logical axes and of `jax.ShapeDtypeStruct`.
 
-    Raises a UserError where a size does not divide over its mesh axes.
+    UserError: a size does not divide over its mesh axes.
     """
 
     def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: Axes) -> NamedSharding:

@@ -21,8 +21,8 @@ from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, located, print_line
-from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, versions, write_json
-from affinage.results import RESULT, RESULTS, Result, read_json
+from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, write_json
+from affinage.results import RESULT, RESULTS, Result, read_json, versions
 from affinage.stopping import StopSignals
 
 if TYPE_CHECKING:
