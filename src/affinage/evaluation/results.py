@@ -113,7 +113,7 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
     over items are left out.
     """
     entries = {}
-    for name in samples.keys() & seen.items.keys():
+    for name in samples.keys() & seen.benchmarks:
         numbers = {str(sample["doc_id"]) for sample in samples[name]}
         found, common = (
             sorted(int(item) for task, item in items if task == name and item in numbers)

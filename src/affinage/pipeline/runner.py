@@ -261,9 +261,9 @@ class PipelineRunner:
             started, clock = time.time(), time.monotonic()
             entered.enter_context(located(self.loaded, step.name))
             for url in filter(is_url, step.files) if planned.forced else ():
-                from affinage.data.downloads import forget
+                from affinage.data.downloads import cached_path
 
-                forget(url)
+                cached_path(url).unlink(missing_ok=True)
             if self._remote is not None and step.has_progress:
                 self._remote.resume(request, forced=planned.forced)
             if step.distributed:
