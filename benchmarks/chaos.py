@@ -101,6 +101,7 @@ def preempt(folder: Path, draw: random.Random, quick: bool) -> Outcomes:
                 early = any("SIGTERM" in line for line in run.said if line.startswith("launch:"))
                 kept = max([0, *run.saved()]) >= max([begun, *steps_made(run, start)])
                 yield f"signals to one of {workers}", kept and (status in (0, EXIT_PREEMPTED) or early)
+            run.left = 0  # it may have been done before all signals
             yield "runs after them", run.run() == 0 and ended_alike(run.folder, alone, STEPS)
 
 

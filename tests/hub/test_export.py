@@ -15,6 +15,7 @@ from affinage.errors import UserError
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.export import export
 from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
+from affinage.model.analysis import parameters
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 
 TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]
@@ -121,9 +122,8 @@ def test_the_card_tells_licence_scores_text_and_command(exported):
 def test_numbers_and_headings_are_of_the_language_and_what_is_not_known_is_left_out():
     french = replace(FACTS, language="fr", summary="Un modèle de 1,23 M paramètres.")
     facts = {"en": FACTS, "fr": french, "none": CardFacts(license="mit")}
-    cards = {
-        of: model_card("m", one, place="m", parameters=1_234_567, context=2048, chat=True) for of, one in facts.items()
-    }
-    assert "1,234,567 parameters" in cards["en"] and "1\u202f234\u202f567 paramètres" in cards["fr"]
+    cards = {of: model_card(tiny_llama(), one, "m") for of, one in facts.items()}
+    count = f"{parameters(tiny_llama().graph).total:,}"
+    assert f"{count} parameters" in cards["en"] and f"{count.replace(',', chr(0x202F))} paramètres" in cards["fr"]
     assert "0,500 ± 0,010" in cards["fr"] and "license: mit" in cards["none"]
     assert not any(word in cards["none"] for word in ("## Scores", "## Training", "None"))

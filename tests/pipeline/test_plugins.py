@@ -16,7 +16,7 @@ from affinage.model import ApplyConfig, apply, init_params, parse
 from affinage.model.layer import LAYERS
 from affinage.model.layers.dense import GATED, NORMS
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.opening import load_model
+from affinage.pipeline.opening import open_model
 from affinage.pipeline.runner import PipelineRunner
 from affinage.registry import load_named_plugins, load_plugins
 from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer
@@ -106,8 +106,9 @@ def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
 def test_a_model_of_an_unknown_kind_names_the_variable(written):
     facts = {"graph": {"inputs": ["tokens"], "nodes": {"mixed": {"kind": "channel_mix", "in": "tokens"}}}}
     (written / "model.json").write_text(json.dumps(facts | {"precision": {}}))
+    (written / "tokenizer").mkdir()
     with pytest.raises(UserError, match="unknown kind `channel_mix`") as caught:
-        load_model(written, written, name="mine")
+        open_model(str(written), written)
     assert "AFFINAGE_PLUGINS=my_nodes.py affinage" in caught.value.fix
 
 

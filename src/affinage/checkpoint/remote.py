@@ -18,7 +18,7 @@ import fsspec
 
 from affinage.checkpoint.metadata import METADATA
 from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps
-from affinage.data.token_shards import errors_at, upload
+from affinage.data.token_shards import errors_at, is_local, upload
 from affinage.errors import UserError, first_line
 
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
@@ -40,8 +40,7 @@ class RemoteFolder:
         """Opens no connection. Raises UserError for a URL of an unknown kind, or whose package is missing."""
         self.url = url.rstrip("/")
         with errors_at(self.url):
-            is_local = fsspec.utils.get_protocol(self.url) in ("file", "local")
-            makes_folders = {"auto_mkdir": True} if is_local else {}
+            makes_folders = {"auto_mkdir": True} if is_local(self.url) else {}
             self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **makes_folders)
         self._root = str(root).rstrip("/")
 

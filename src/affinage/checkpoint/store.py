@@ -145,9 +145,9 @@ class CheckpointStore:
                 raise
             raise OSError(number, os.strerror(number), str(self.folder)) from error
         if Processes.at_work().first:
-            intact = [step for step in self.steps() if step not in self._corrupted]
-            keep = kept_steps(intact, self._keep_last, self._keep_every)
-            for step in steps_in(self.folder).keys() - keep:
+            steps = steps_in(self.folder)
+            intact = [step for step, why_not in steps.items() if not why_not and step not in self._corrupted]
+            for step in steps.keys() - kept_steps(intact, self._keep_last, self._keep_every):
                 with contextlib.suppress(OSError):  # the training continues
                     _remove(self.folder / str(step))
             self._saved()

@@ -13,8 +13,17 @@ from typing import Annotated
 
 import typer
 
-from affinage.cli.opening import MaxLenOption, MeshOption, opened
-from affinage.cli.options import RUNS, JsonOption, ModelArgument, RunsOption, app, opt
+from affinage.cli.options import (
+    RUNS,
+    JsonOption,
+    MaxLenOption,
+    MeshOption,
+    ModelArgument,
+    RunsOption,
+    app,
+    opened,
+    opt,
+)
 from affinage.errors import UserError
 
 _KEY = re.compile(r"[!-~]+")  # what a header can carry: ASCII without spaces

@@ -4,22 +4,20 @@ import json
 import os
 import re
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.filesize import decimal
 
 from affinage.cli import options
-from affinage.cli.opening import model_of
-from affinage.cli.options import app, arg, find, opt, warn
+from affinage.cli.options import app, arg, find, model_of, opt, warn
 from affinage.cli.output import working
 from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
 from affinage.paths import from_home
 
 if TYPE_CHECKING:
-    from affinage.hub.card import CardFacts
     from affinage.pipeline.models import ModelState, Target
 
 _LINES = 1000  # of validation text that llama.cpp encodes, too
@@ -42,17 +40,19 @@ def import_(
     folder = to or Path(name)
     _must_be_new(folder)
     from affinage.hub.read import local_copy
+    from affinage.model.analysis import parameters
     from affinage.pipeline.opening import import_model
 
     with working(f"importing {source}"):
         place = from_home(source)
         origin = os.path.abspath(place) if place.is_dir() else source
-        facts = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
-    if facts["ignored"]:
-        warn(f"config.json has keys without a meaning for a {facts['family']}: {', '.join(facts['ignored'])}")
+        hub = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
+    family, context, vocabulary = hub.architecture.family, hub.architecture.context, hub.graph.vocabulary
+    if hub.architecture.ignored:
+        warn(f"config.json has keys without a meaning for a {family}: {', '.join(hub.architecture.ignored)}")
     print(
-        f"A {facts['family']} of {facts['parameters']:,} parameters, {facts['vocabulary']:,} token ids and "
-        f"{facts['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"
+        f"A {family} of {parameters(hub.graph).total:,} parameters, {vocabulary:,} token ids and {context:,} positions "
+        f"is in {folder}, with a recipe: {folder}/recipe.yaml"
     )
 
 
@@ -83,35 +83,27 @@ def export(
     affinage export quickstart/sft --adapter --to my_adapter
     """
     offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
-    if adapter:
-        if to is None or check or check_gguf or push is not None:
-            fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
-            raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
-        _write_adapter(model, runs, to, base)
-        return
     chosen: dict[str, Any] = {"dtype": dtype, "license": license}
     chosen = {name: value for name, value in chosen.items() if value}
-    if to is None:
-        settings = [f"export.{name}={json.dumps(value)}" for name, value in chosen.items()]
-        folder = _export_of_run(model, options.PipelineOptions([*(overrides or ()), *settings], runs, force))
-    elif overrides or force:
+    if adapter and (to is None or check or check_gguf or push is not None):
+        fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
+        raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
+    if to is not None and (overrides or force):
         fix = "Leave them out, or leave out --to."
         raise UserError("--set and --force are for the run's own export, --to is for another", where=model, fix=fix)
+    if to is None:
+        settings = [f"export.{name}={json.dumps(value)}" for name, value in chosen.items()]
+        to = _export_of_run(model, options.PipelineOptions([*(overrides or ()), *settings], runs, force))
     else:
-        folder = to
         _must_be_new(to)
         target, state = model_of(model, runs)
-        from affinage.hub.export import export as write
-        from affinage.pipeline.models import recorded, release_of
-        from affinage.pipeline.opening import open_model
-
-        of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
-        license, chosen["sampling"] = release_of(target.path, chosen.pop("license", None) or of_run.get("license"))
-        facts, place = _card(target, state, license), push or to.name
-        write(open_model(target, runs), to, facts=facts, place=place, **chosen)
+        if adapter:
+            _write_adapter(target, runs, to, base)
+            return
+        _write_model(target, state, runs, to, push or to.name, **chosen)
     if check or check_gguf:
-        _compare(model, runs, folder, check, check_gguf)
-    print(f"The model is in {folder}.")
+        _compare(model, runs, to, check, check_gguf)
+    print(f"The model is in {to}.")
     if push is not None:
         if not offline:
             import huggingface_hub
@@ -121,7 +113,7 @@ def export(
         from affinage.hub.read import push as upload
 
         with working(f"uploading to {push}"):
-            address = upload(folder, push, private=not public)
+            address = upload(to, push, private=not public)
         print(f"The model is at {address}.")
 
 
@@ -144,26 +136,36 @@ def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
     return run_own_steps(name, settings, "export", ("export",), instead) / "export" / "model"
 
 
-def _card(target: "Target", state: "ModelState | None", license: str | None) -> "CardFacts":
-    """The facts of the model card: those of its run, and how far a model is that is not trained to its end."""
+def _write_model(
+    target: "Target",
+    state: "ModelState | None",
+    runs: Path,
+    to: Path,
+    place: str,
+    license: str | None = None,
+    **how: Any,
+) -> None:
+    """Export a model, with a card of what its run knows and, if it is not trained to its end, how far it is."""
     from affinage.hub.card import CardFacts
-    from affinage.pipeline.models import is_tuned, results_of
+    from affinage.hub.export import export as write
+    from affinage.pipeline.models import is_tuned, recorded, release_of, results_of
+    from affinage.pipeline.opening import open_model
     from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
 
-    run = target.run
-    results = results_of(target.path, run) if run is not None and target.step is None else {}
-    facts = card_facts(collect_facts(run, results), license) if run is not None and results else CardFacts(license)
+    of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
+    license, sampling = release_of(target.path, license or of_run.get("license"))
+    results = results_of(target.path, target.run) if target.run is not None and target.step is None else {}
+    facts = CardFacts(license)
+    if target.run is not None and results:
+        facts = card_facts(collect_facts(target.run, results), license)
+    if state is not None and (state.step != state.steps or target.step is not None):
+        facts = replace(facts, training={**facts.training, "Checkpoint": str(state)})
     facts = replace(facts, tuned=is_tuned(target.path))
-    if state is None or (state.step == state.steps and target.step is None):
-        return facts
-    which = f", {target.step}" if isinstance(target.step, str) else ""
-    return replace(facts, training={**facts.training, "Checkpoint": str(state).partition(", ")[2] + which})
+    write(open_model(target, runs), to, facts=facts, place=place, sampling=sampling, **how)
 
 
-def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
-    _must_be_new(to)
-    target, _ = model_of(name, runs)
+def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> None:
     from affinage.hub.export import write_adapter
     from affinage.pipeline.models import adapter_base, command
     from affinage.pipeline.opening import open_adapters
@@ -179,9 +181,9 @@ def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
 
 def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_gguf: bool) -> None:
     """Print how well others agree with a model: transformers, and llama.cpp."""
-    from affinage.data.documents import read_documents
     from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
     from affinage.pipeline.opening import open_model
+    from affinage.pipeline.steps_eval import validation_texts
     from affinage.results import Verified
 
     target, _ = model_of(name, runs, announce=False)
@@ -190,23 +192,16 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
         with working("comparing with transformers"):
             print(Verified(**verify(folder, model, _PROBES)))
     if with_gguf:
-        lines = [*_PROBES, *TRICKY_TEXTS]
-        validation = target.run / "split" / "validation" if target.run is not None else None
-        if validation is not None and validation.is_dir():
-            texts = (str(text) for batch in read_documents(validation) for text in batch.column("text").to_pylist())
-            lines += islice((line for text in texts for line in text.splitlines()), _LINES)
+        groups = validation_texts(None if target.run is None else target.run / "split", _LINES)
+        lines = [[line for text in texts for line in text.splitlines()] for texts in groups.values()]
+        held_out = (line for rows in zip_longest(*lines) for line in rows if line)  # of every source and language
         with working("comparing with llama.cpp"):
-            facts = verify_gguf(folder, model, lines)
+            facts = verify_gguf(folder, model, [*_PROBES, *TRICKY_TEXTS, *islice(held_out, _LINES)])
         apart = f"{facts['largest_logit_difference']:.1e} of the largest apart"
         print(f"llama.cpp computes the same: ids of {facts['texts']:,} lines, logits at most {apart}")
 
 
 def _must_be_new(folder: Path) -> None:
-    fix = "Name another folder, such as --to my_model."
     if folder.exists():
+        fix = "Name another folder, such as --to my_model."
         raise UserError("this is there already", where=str(folder), fix=fix)
-    try:  # before a model is opened
-        folder.mkdir(parents=True)
-        folder.rmdir()
-    except OSError as error:
-        raise UserError(f"this folder cannot be made: {error.strerror}", where=str(folder), fix=fix) from error

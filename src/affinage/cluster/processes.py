@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -156,16 +157,12 @@ def placement() -> Placement | None:
     Raises:
         UserError: for variables that are missing or contradict each other.
     """
-    coordinator = os.environ.get(COORDINATOR, "")
+    coordinator, count, index = (os.environ.get(name, "") for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID))
     if coordinator in ("", DETECT):
         return (_joined or Placement(DETECT)) if coordinator else None
-    try:
-        count, index = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
-        if coordinator.rpartition(":")[2].isdigit() and ":" in coordinator and 0 <= index < count:
-            return Placement(coordinator, count, index)
-    except (KeyError, ValueError):
-        pass
-    where = ", ".join(f"{name}={os.environ.get(name, '')}" for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID))
+    if re.fullmatch(r".*:\d+", coordinator) and count.isdecimal() and index.isdecimal() and int(index) < int(count):
+        return Placement(coordinator, int(count), int(index))
+    where = f"{COORDINATOR}={coordinator}, {NUM_PROCESSES}={count}, {PROCESS_ID}={index}"
     fix = f"Give each process {COORDINATOR}=ADDRESS:PORT (of process 0), {NUM_PROCESSES}=N and {PROCESS_ID}=0..N-1."
     raise UserError("these variables do not give this process its place", where=where, fix=fix)
 

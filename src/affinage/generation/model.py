@@ -1,7 +1,7 @@
 """A trained model as everything after training takes it: generation, evaluation, export."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,7 +11,6 @@ from jax.experimental.multihost_utils import process_allgather
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
-from affinage.config.training import AttentionImplementation
 from affinage.data.tokenizer import Tokenizer
 from affinage.model.apply_config import ApplyConfig
 from affinage.model.forward import apply
@@ -19,7 +18,6 @@ from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.embedding import Logits
 from affinage.parallel import MeshLayout
-from affinage.parallel.sharding import batch_sharding
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class LoadedModel:
         """Return `array` with its rows split over the mesh; without a mesh, jit puts it on the device."""
         if self.layout is None:
             return array
-        sharding = batch_sharding(self.layout.mesh, self.layout.table)
+        sharding = self.layout.batch_sharding
         whole = np.asarray(array)  # the same on every host, each of which has some of the devices
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
@@ -64,30 +62,20 @@ def logits_of(
     dtype: str,
     cache: PyTree | None = None,
     *,
-    layout: MeshLayout | None = None,
     segments: Sequence[Array] | None = None,
-    logit_positions: Int[Array, "R P"] | None = None,
-    attention: AttentionImplementation = "auto",
-    from_start: bool = False,
+    layout: MeshLayout | None = None,
+    **config: Any,
 ) -> tuple[Logits, PyTree | None]:
     """Return the logits of rows, not yet multiplied out; and the advanced cache if one is given.
 
-    With segments, or a cache unless rows are computed `from_start`, attention is xla's. `segments` are the batch's
-    `segment_ids` and `prefix_segment_ids` if rows hold several texts. `logit_positions`: the tokens whose logits are
-    wanted.
+    `segments` are the batch's `segment_ids` and `prefix_segment_ids` if rows hold several texts. `config` is more of
+    `ApplyConfig`: with segments, or a cache unless rows are computed `from_start`, attention is xla's.
     """
     batch = {"tokens": tokens, "positions": positions}
     if segments is not None:
         batch["segment_ids"], batch["prefix_segment_ids"] = segments
-    config = ApplyConfig(
-        compute_dtype=jnp.dtype(dtype),
-        cache=cache,
-        from_start=from_start,
-        until=graph.logits,
-        attention=attention,
-        logit_positions=logit_positions,
-    )
     if layout is not None:
-        config = replace(config, layout=layout)
-    outputs = apply(graph, params, batch, config)
+        config["layout"] = layout
+    how = ApplyConfig(compute_dtype=jnp.dtype(dtype), cache=cache, until=graph.logits, **config)
+    outputs = apply(graph, params, batch, how)
     return outputs.values[graph.logits], outputs.cache

@@ -9,6 +9,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from affinage import __version__
+from affinage.generation.model import LoadedModel
+from affinage.model.analysis import parameters
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _CHAT_INPUTS = """\
@@ -33,14 +35,14 @@ class CardFacts:
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def model_card(
-    name: str, facts: CardFacts, *, place: str, parameters: int, context: int, chat: bool, opening: str = "<s>"
-) -> str:
+def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
     """Return README.md of a released model; the scores in its metadata for the Hub are those of the last results.
 
-    `place` is the folder or repository that the usage loads, `chat` whether it has a chat template. `opening` is what
-    every training text began with, if the tokenizer does not add it by itself.
+    `place` is the folder or repository that the usage loads.
     """
+    tokenizer = model.tokenizer
+    # What every training text began with; other tokenizers than affinage's own add it by themselves.
+    opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""
 
     def number(value: Any) -> str:
         """A number as readers of the card's language write it; anything else as it is."""
@@ -71,19 +73,19 @@ def model_card(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["affinage", "jax"] + (["conversational"] if facts.tuned else []),
-        model_name=name if last else None,
+        model_name=model.name if last else None,
         eval_results=last or None,
     )
     card = ModelCard.from_template(
         metadata,
         template_path=str(_TEMPLATES / f"card.{facts.language}.md"),
-        name=name,
+        name=model.name,
         place=place,
         facts=facts,
-        parameters=parameters,
-        context=context,
+        parameters=parameters(model.graph).total,
+        context=model.context,
         opening=opening,
-        inputs=_CHAT_INPUTS if chat else f'inputs = tokenizer("{opening}The", return_tensors="pt"){note}',
+        inputs=_CHAT_INPUTS if model.chat else f'inputs = tokenizer("{opening}The", return_tensors="pt"){note}',
         score_rows=[[*names, *(cells.get(label, "–") for label in facts.results)] for names, cells in rows.items()],
         in_chat=any("†" in cell for cells in rows.values() for cell in cells.values()),
         sources=[[number(source.get(key, "")) for key in keys] for source in facts.sources],

@@ -21,6 +21,7 @@ from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.families import FAMILIES, decoder_nodes, family_of
 from affinage.model import Adapters
+from affinage.model.analysis import parameters
 from affinage.model.layer import PyTree
 from affinage.model.lora import LORA_A, LORA_B
 from affinage.results import read_json
@@ -59,14 +60,11 @@ def export(
     _write_weights({name: _converted(name, tensor, dtype) for name, tensor in tensors.items()}, partial, max_shard_size)
     system_prompt = model.system_prompt if model.chat else ""
     write_hf_tokenizer(tokenizer, partial, context=model.context, chat=model.chat, system_prompt=system_prompt)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""  # others have it in tokenizer.json
-    sizes: dict[str, int] = {"parameters": parameters, "context": model.context}
-    card = model_card(model.name, facts, place=place or folder.name, chat=model.chat, opening=opening, **sizes)
+    card = model_card(model, facts, place or folder.name)
     write_atomically(partial / "README.md", card.encode())
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    return {"dtype": dtype, "parameters": parameters, "files": _sizes(folder)}
+    return {"dtype": dtype, "parameters": parameters(model.graph).total, "files": _sizes(folder)}
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -6,6 +6,7 @@ config.json written for it describes the same graph again.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from affinage.errors import UserError
 from affinage.model.graph import Graph, Node, parse
-from affinage.model.layer import PyTree
+from affinage.model.layer import Layer, PyTree, map_parameters
 from affinage.model.layers.block import TransformerBlock
 from affinage.model.layers.dense import Dropout, LayerNorm, RmsNorm
 from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
@@ -30,7 +31,7 @@ Tensors = Mapping[str, NDArray[Any]]
 Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
 
 # The nodes of a decoder in the order of the chain, by their role. Positions and dropout may be missing.
-_ROLES: dict[str, tuple[type, ...]] = {
+_ROLES: dict[str, tuple[type[Layer], ...]] = {
     "embed": (Embedding,),
     "positions": (LearnedPositions,),
     "drop": (Dropout,),
@@ -44,7 +45,6 @@ _ROPE = "blocks.attention.rope"
 _TRAINING_ONLY = re.compile(
     r"drop\..*|context|logits\.vocab|.*\.(dropout|init_std|load_balance_weight|z_loss_weight|capacity_factor)"
 )
-REQUIRED = object()
 # Keys that change neither logits nor gradients: names, versions, ids for tokenizers, how transformers computes, what
 # configurations of other tasks leave behind, and a window that `use_sliding_window: false` switches off.
 _INERT = frozenset(
@@ -100,49 +100,18 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield path, value
 
 
-@dataclass(frozen=True)
-class Key:
-    """A key of config.json and the settings of the graph that it gives; see families.yaml."""
-
-    name: str
-    settings: Sequence[str]
-    default: Any = REQUIRED
-    nullable: bool = False
-    values: Sequence[Any] = ()
-
-
 class Stored(NamedTuple):
-    """A parameter of a graph, its tensors with their places in its array, and how a matrix of it is stored.
+    """A tensor of transformers, and the part of a parameter of the graph that it is: all, or that of a layer or expert.
 
-    `inputs` is the number of leading axes that become the first stored axis; 0 stands for a vector. `part` is the place
-    among three tensors that are stored side by side along the last axis, as GPT-2's query, key and value.
+    `third` is the place among three parts that lie in one tensor, along its last axis, as GPT-2's query, key and value.
     """
 
-    path: list[str]
-    shape: tuple[int, ...]
-    tensors: list[tuple[str, tuple[int, ...]]]
-    inputs: int
-    transposed: bool
-    part: int | None
-
-    def as_stored(self, array: NDArray[Any]) -> NDArray[Any]:
-        """The part of the parameter that is one tensor, as that is stored."""
-        if not self.inputs:
-            return array.reshape(-1)
-        matrix = array.reshape(prod(array.shape[: self.inputs]), -1)
-        return np.ascontiguousarray(matrix.T) if self.transposed else matrix
-
-    def as_ours(self, stored: NDArray[Any], ours: tuple[int, ...], name: str) -> NDArray[Any]:
-        """The reverse. Raises UserError where the stored tensor has another shape than it must have."""
-        shape = (prod(ours[: self.inputs]), prod(ours[self.inputs :])) if self.inputs else (prod(ours),)
-        shape = shape[::-1] if self.transposed and self.inputs else shape
-        shape = shape if self.part is None else (*shape[:-1], 3 * shape[-1])
-        if stored.shape != shape:
-            what = f"the tensor {name!r} has the shape {list(stored.shape)}, config.json says {list(shape)}"
-            raise UserError(what, fix="Take config.json and the weights from the same model.")
-        if self.part is not None:
-            stored = np.split(stored, 3, axis=-1)[self.part]
-        return (stored.T if self.transposed else stored).reshape(ours)
+    name: str
+    path: list[str]  # of the parameter
+    place: tuple[int, ...]  # of the part in the parameter
+    matrix: tuple[int, ...]  # shape of the part as a matrix [inputs, outputs], or as a vector
+    transposed: bool  # whether the tensor is [outputs, inputs]
+    third: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,12 +120,12 @@ class FamilySpec:
 
     model_type: str
     architecture: str  # the class in transformers
-    keys: tuple[Key, ...]
+    keys: Mapping[str, Mapping[str, Any]]  # of config.json -> settings of the graph, default, nullable, values
     constants: Settings
     fixed: Mapping[str, Sequence[Any]]  # key of config.json -> values that compute the same as the graph
     rope_theta: float | None  # where config.json has none; None: the family has no rotary positions
     transposed: bool  # matrices of layers are nn.Linear's, [outputs, inputs], and not Conv1D's
-    tensors: Mapping[str, str]  # dotted path of a parameter -> name with {layer} and {expert}, or name/part
+    tensors: Mapping[str, str]  # dotted path of a parameter -> name with {layer} and {expert}, or name/third
 
     # ---- config.json ----
 
@@ -166,7 +135,7 @@ class FamilySpec:
 
     def _values(self, settings: Settings) -> dict[str, Any]:
         values: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        values |= {key.name: settings.get(key.settings[0]) for key in self.keys}
+        values |= {name: settings.get(key["settings"][0]) for name, key in self.keys.items()}
         values = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
         if self.rope_theta is not None:
             values |= _rope_to_config(settings.get(_ROPE))
@@ -175,15 +144,15 @@ class FamilySpec:
     def from_config(self, values: Mapping[str, Any], where: str) -> tuple[int, dict[str, Any]]:
         """Return the context and the `model:` of a recipe. Raises UserError for a value that the graph cannot honor."""
         settings = dict(self.constants)
-        for key in self.keys:
-            value = values.get(key.name)
-            if value is None and not (key.nullable and key.name in values):
-                value = key.default
-            elif key.values and value not in key.values:
-                raise _refused(key.name, value, where)
-            if value is REQUIRED:
-                raise UserError(f"`{key.name}` is missing", where=where, fix="Add it, or export the model again.")
-            settings |= dict.fromkeys(key.settings, value)
+        for name, key in self.keys.items():
+            value = values.get(name)
+            if value is None and not (key.get("nullable") and name in values):
+                if "default" not in key:
+                    raise UserError(f"`{name}` is missing", where=where, fix="Add it, or export the model again.")
+                value = key["default"]
+            elif value not in key.get("values", [value]):
+                raise _refused(name, value, where)
+            settings |= dict.fromkeys(key["settings"], value)
         if self.rope_theta is not None:
             settings[_ROPE] = _rope_from_config(values, self.rope_theta, where)
         context = settings.pop("context")
@@ -198,14 +167,14 @@ class FamilySpec:
 
     def unknown(self, values: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys with a value that neither the graph uses nor transformers' class of this family knows."""
-        known = {key.name for key in self.keys} | set(self.fixed) | _INERT
+        known = {*self.keys, *self.fixed, *_INERT}
         known |= {"layer_types", "n_ctx"} | (set(_ROPE_KEYS) if self.rope_theta is not None else set())
         return tuple(name for name, value in values.items() if value is not None and name not in known)
 
     def differences(self, settings: Settings) -> dict[str, tuple[Any, Any]]:
         """The settings in which a graph differs from what its config.json would say: {path: (its, the family's)}."""
         values = self._values({"context": 1, **settings})
-        values = {key.name: 1 for key in self.keys if key.default is REQUIRED} | values
+        values = {name: 1 for name, key in self.keys.items() if "default" not in key} | values
         try:
             theirs = decoder_settings(parse(self.from_config(values, "")[1]))
         except UserError as error:
@@ -218,40 +187,47 @@ class FamilySpec:
 
     def to_tensors(self, params: PyTree, graph: Graph) -> dict[str, NDArray[Any]]:
         """Return the parameters under transformers' names, in their own dtype."""
-        tensors: dict[str, NDArray[Any]] = {}
-        parts: dict[str, list[NDArray[Any]]] = {}
+        tensors, thirds = dict[str, NDArray[Any]](), defaultdict[str, dict[int, NDArray[Any]]](dict)
         for each in self._stored(graph):
-            array = np.asarray(reduce(getitem, each.path, params))
-            for name, index in each.tensors:
-                if each.part is None:
-                    tensors[name] = each.as_stored(array[index])
-                else:
-                    parts.setdefault(name, [array] * 3)[each.part] = each.as_stored(array[index])
-        return tensors | {name: np.concatenate(three, axis=-1) for name, three in parts.items()}
+            matrix = np.asarray(reduce(getitem, each.path, params))[each.place].reshape(each.matrix)
+            if each.third is None:
+                tensors[each.name] = np.ascontiguousarray(matrix.T) if each.transposed else matrix
+            else:
+                thirds[each.name][each.third] = matrix
+        return tensors | {name: np.concatenate([three[n] for n in range(3)], -1) for name, three in thirds.items()}
 
     def from_tensors(self, tensors: Tensors, graph: Graph) -> PyTree:
         """Return the graph's parameters in float32. Raises UserError for a tensor missing or of another shape."""
-        tied, params = graph[graph.logits].layer.shares is not None, dict[str, Any]()
+        params = map_parameters(lambda _, declared: np.empty(declared.shape, np.float32), graph.parameters)
+        tied = graph[graph.logits].layer.shares is not None
         for each in self._stored(graph):
-            whole = np.empty(each.shape, np.float32)
-            for name, index in each.tensors:
-                whole[index] = each.as_ours(self._find(tensors, name, tied), whole[index].shape, name)
-            _put(params, each.path, whole)
+            tensor = self._find(tensors, each.name, tied)
+            parameter: Any = reduce(getitem, each.path, params)
+            shape = each.matrix[::-1] if each.transposed else each.matrix
+            shape = shape if each.third is None else (*shape[:-1], 3 * shape[-1])
+            if tensor.shape != shape:
+                what = f"the tensor {each.name!r} has the shape {list(tensor.shape)}, config.json says {list(shape)}"
+                raise UserError(what, fix="Take config.json and the weights from the same model.")
+            tensor = tensor if each.third is None else np.split(tensor, 3, axis=-1)[each.third]
+            tensor = tensor.T if each.transposed else tensor
+            parameter[each.place] = tensor.reshape(parameter[each.place].shape)
         return params
 
     def _stored(self, graph: Graph) -> Iterator[Stored]:
         for role, node in decoder_nodes(graph).items():
             for path, declared in _flat(graph.parameters.get(node.name, {}), f"{role}."):
-                name, _, part = self.tensors[path].partition("/")
-                shape: tuple[int, ...] = declared.shape
-                layers = [(n,) for n in range(shape[0])] if node.repeat is not None else [()]
-                experts = [(n,) for n in range(shape[len(layers[0])])] if "{expert}" in name else [()]
-                places = [(*layer, *expert) for layer in layers for expert in experts]
-                tensors = [(name.format(layer=sum(place[:1]), expert=sum(place[1:])), place) for place in places]
-                inputs = 0 if path.endswith((".scale", ".bias")) else 2 if path.endswith("attention.out.kernel") else 1
+                name, _, third = self.tensors[path].partition("/")
+                of_layers = int(node.repeat is not None)
+                parts = of_layers + ("{expert}" in name)  # axes along which tensors are apart
+                keys, shape = [node.name, *path.split(".")[1:]], declared.shape[parts:]
+                matrix: tuple[int, ...] = (prod(shape),)
+                if not path.endswith((".scale", ".bias")):
+                    inputs = max(1, len(declared.inputs))
+                    matrix = prod(shape[:inputs]), prod(shape[inputs:])
                 transposed = self.transposed and role == "blocks"
-                whole = [node.name, *path.split(".")[1:]]
-                yield Stored(whole, shape, tensors, inputs, transposed, int(part) if part else None)
+                for place in np.ndindex(declared.shape[:parts]):
+                    own = name.format(layer=sum(place[:of_layers]), expert=sum(place[of_layers:]))
+                    yield Stored(own, keys, place, matrix, transposed, int(third) if third else None)
 
     def _find(self, tensors: Tensors, name: str, tied: bool) -> NDArray[Any]:
         """A tensor by its name, or in one of the other forms that transformers loads."""
@@ -272,25 +248,17 @@ class FamilySpec:
         raise UserError(f"the weights have no tensor {name!r}", fix="Download the whole model again.")
 
 
-def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = value
-
-
 def _model(settings: Settings) -> dict[str, Any]:
     """The `model:` of a recipe from settings by path."""
     nodes: dict[str, Any] = {role: {} for role in _ROLES}
     for path, value in settings.items():
-        _put(nodes, path.split("."), value)
-    kinds = {"embed": "embedding", "positions": "learned_positions", "drop": "dropout"}
-    kinds |= {"blocks": "transformer_block", "logits": "unembed"}
+        *within, name = path.split(".")
+        reduce(lambda tree, key: tree.setdefault(key, {}), within, nodes)[name] = value
     before, chain = "tokens", {}
     for role, written in nodes.items():
-        if role in _OPTIONAL and not any(written.values()):
-            continue
-        chain[role] = {"kind": kinds.get(role), "in": before, **written}
-        before = role
+        if role not in _OPTIONAL or any(written.values()):
+            chain[role] = {"kind": _ROLES[role][0].kind_name, "in": before, **written}
+            before = role
     chain["loss"] = {"kind": "next_token_loss", "in": ["logits", "tokens"]}
     return {"inputs": ["tokens"], "nodes": chain}
 
@@ -331,13 +299,12 @@ def _rope_to_config(rope: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _rope_from_config(values: Mapping[str, Any], theta: float, where: str) -> dict[str, Any]:
     """The graph's settings from either form, or from both if they agree; `theta` holds if neither has one."""
-    forms, thetas = [], [values.get("rope_theta")]
+    forms, thetas = [], {values.get("rope_theta")}
     for name in ("rope_parameters", "rope_scaling"):
         if values.get(name):
             form = {key: value for key, value in values[name].items() if value is not None}
-            thetas.append(form.pop("rope_theta", None))
-            old = form.pop("type", None)
-            form["rope_type"] = form.get("rope_type") or old or "default"
+            thetas.add(form.pop("rope_theta", None))
+            form = {"rope_type": form.pop("type", "default"), **form}  # `type` is its old name
             if (partial := form.pop("partial_rotary_factor", 1.0)) != 1.0:
                 raise _refused("partial_rotary_factor", partial, where)
             forms.append(form)
@@ -370,7 +337,7 @@ class Architecture(NamedTuple):
 def _family(model_type: str, spec: Mapping[str, Any]) -> FamilySpec:
     layer = {f"blocks.{ours}": f"{spec['prefix']}.{{layer}}.{theirs}" for ours, theirs in spec["layer"].items()}
     fields = {name: spec[name] for name in ("architecture", "constants", "fixed", "rope_theta", "transposed")}
-    keys = tuple(Key(name, **key) for name, key in spec["keys"].items() if key is not None)
+    keys = {name: key for name, key in spec["keys"].items() if key is not None}
     return FamilySpec(model_type, keys=keys, tensors=spec["tensors"] | layer, **fields)
 
 

@@ -154,55 +154,52 @@ class HubWeights(dict[str, Any]):
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError for files that are missing, cut, or not those of the index."""
-        self._folder = folder
+        self._folder, self._files = folder, dict[str, Any]()
         self._last: tuple[str, NDArray[Any]] | None = None  # tensors that hold several parameters are read in a row
         self.names_read: set[str] = set()
         index, whole = folder / INDEX, folder / WHOLE
         if index.is_file() == whole.is_file():  # of both, transformers would read the whole file
             fix = "Only safetensors are read: other files of weights can run code. Keep those of the model alone."
             raise UserError(f"there must be either {WHOLE} or {INDEX}, not both or none", where=str(folder), fix=fix)
-        if whole.is_file():
-            with _opened(whole) as file:
-                super().__init__(dict.fromkeys(file.keys(), WHOLE))
-            return
-        listed: Any = read_object(index).get("weight_map")
+        listed: Any = {"": WHOLE} if whole.is_file() else read_object(index).get("weight_map")
         for file in listed.values() if isinstance(listed, dict) else [None]:
             if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
                 what = f"it does not say in which file here each tensor is, but names {file}"
                 raise UserError(what, where=str(index), fix=_AGAIN)
-        super().__init__(listed)
+            try:
+                self._files[file] = self._files.get(file) or safe_open(folder / file, framework="numpy")
+            except SafetensorError as error:
+                what = f"this is not a whole safetensors file: {error}"
+                raise UserError(what, where=str(folder / file), fix=_AGAIN) from error
+        super().__init__({name: file for file, opened in self._files.items() for name in opened.keys()})  # noqa: SIM118
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         self.names_read.add(name)
         if self._last is not None and self._last[0] == name:
             return self._last[1]
-        path = self._folder / super().__getitem__(name)
-        with _opened(path) as file:
-            try:
-                dtype = file.get_slice(name).get_dtype()
-                tensor: NDArray[Any] = file.get_tensor(name) if dtype in _DTYPES else np.empty(0)
-            except _UNREADABLE as error:  # such as an index that names another file, or a shape of 65 axes
-                raise UserError(f"the tensor {name!r} cannot be read: {error}", where=str(path), fix=_AGAIN) from error
+        file, what, fix = super().__getitem__(name), "", _AGAIN
+        try:
+            dtype = self._files[file].get_slice(name).get_dtype()
+            tensor: NDArray[Any] = self._files[file].get_tensor(name) if dtype in _DTYPES else np.empty(0)
+        except _UNREADABLE as error:  # such as a shape of 65 axes
+            raise UserError(f"the tensor {name!r} cannot be read: {error}", where=file, fix=_AGAIN) from error
         if dtype not in _DTYPES:
-            fix = "Take a version of the model in float16, bfloat16, float32 or float64."
-            raise UserError(f"the tensor {name!r} has the dtype {dtype}", where=str(path), fix=fix)
-        if not np.isfinite(tensor).all():
+            what, fix = (
+                f"has the dtype {dtype}",
+                "Take a version of the model in float16, bfloat16, float32 or float64.",
+            )
+        elif not np.isfinite(tensor).all():
+            what = "holds values that are not finite"
             fix = "The weights are damaged, or the training diverged: take an earlier version of the model."
-            raise UserError(f"the tensor {name!r} holds values that are not finite", where=str(path), fix=fix)
+        if what:
+            raise UserError(f"the tensor {name!r} {what}", where=str(self._folder / file), fix=fix)
         self._last = name, tensor
         return tensor
 
     def digest(self) -> str:
         """Return the SHA-256 of the files, hexadecimal; reads them once more."""
         digest = hashlib.sha256()
-        for name in sorted(set(self.values())):
+        for name in sorted(self._files):
             with open(self._folder / name, "rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise UserError(f"this is not a whole safetensors file: {error}", where=str(path), fix=_AGAIN) from error

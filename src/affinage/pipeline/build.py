@@ -17,14 +17,7 @@ from affinage.errors import UserError
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
 from affinage.hardware.devices import prepare
 from affinage.paths import from_home
-from affinage.pipeline.models import (
-    EVALUATIONS,
-    MODEL,
-    ROWS,
-    chat_template_of,
-    extension_fingerprint,
-    initial_folder,
-)
+from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS, chat_template_of, extended, initial_folder
 from affinage.pipeline.sources import task_files
 from affinage.pipeline.step import Step, StepContext, Summary, lazily
 from affinage.registry import load_plugins, plugin_sources
@@ -163,6 +156,12 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
         if name != "pretrain" and settings.monitor is not None:  # the monitor of a pretraining decides nothing
             inputs += ("synthesize",) if any(map(of_pocket_world, settings.monitor.tasks)) else ()
             files = _files_of(settings.monitor)
+        sources = dict(begun)
+        if (extension := extended(loaded, name)) is not None:  # what the checkpoint holds counts, not where it is
+            from affinage.checkpoint.store import CheckpointStore
+
+            folder, step = extension
+            sources["resume_from"] = CheckpointStore(folder / "checkpoints").metadata(step).fingerprint
         yield Step(
             name,
             _of_train("train_step"),
@@ -170,7 +169,7 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
             inputs,
             version=5,
             files=files,
-            sources=begun | extension_fingerprint(loaded, name),
+            sources=sources,
             check=check,
             distributed=True,
             has_progress=True,

@@ -418,13 +418,3 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
         fix = f"Name a training: runs/NAME/pretrain, or one of its steps: @{', @'.join(map(str, steps))}."
         raise UserError(f"there is no checkpoint `{named}`", where=where, fix=fix)
     return folder.resolve(), int(step) if step else steps[-1]
-
-
-def extension_fingerprint(loaded: LoadedRecipe, section: str) -> dict[str, str]:
-    """What the key of the training holds of it: a hash of the checkpoint, wherever it is."""
-    if (extension := extended(loaded, section)) is None:
-        return {}
-    from affinage.checkpoint import CheckpointStore
-
-    folder, step = extension
-    return {"resume_from": CheckpointStore(folder / "checkpoints").metadata(step).fingerprint}

@@ -9,9 +9,10 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,6 @@ from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
-from affinage.hub.families import with_ids
-from affinage.hub.read import hub_facts, read_hub_folder
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
 from affinage.parallel import serving_layout
 from affinage.parallel.sharding import replicated
@@ -37,6 +36,9 @@ from affinage.registry import VARIABLE, load_named_plugins
 from affinage.results import read_json
 from affinage.training.state import kept_frozen
 from affinage.training.trainer import compute_dtype
+
+if TYPE_CHECKING:
+    from affinage.hub.read import HubModel
 
 Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
 Table = Mapping[LogicalAxis, tuple[MeshAxis, ...]]  # lines of the sharding table that a recipe has replaced
@@ -65,48 +67,38 @@ pretrain:
 """
 
 
-def open_model(name: str | Target, runs: Path, *, mesh: Sizes | None = None) -> LoadedModel:
+def open_model(
+    name: str | Target, runs: Path, *, mesh: Sizes | None = None, sharding: Table | None = None
+) -> LoadedModel:
     """Load the model that a name stands for, split over devices along the axes of `mesh`; a copy on each without one.
+
+    A Hugging Face folder is read as `affinage import` does, into the memory of the devices. `sharding` replaces lines
+    of the table by which weights are split.
 
     Raises:
         UserError: there is no such run, training or checkpoint, or the model cannot be split over the mesh.
     """
     target = models.locate(models.resolve(name, runs) if isinstance(name, str) else name, runs)
-    places = [target.path] if target.kind == "hub" else [target.path / TOKENIZER]
-    places += filter(None, [models.made_from(target.path, "train-tokenizer")])
-    places += [] if target.run is None else [target.run / "train-tokenizer"]  # another version made it
-    tokenizer = next(filter(Path.is_dir, places), None)
-    if tokenizer is None:
-        raise UserError("the tokenizer of this model is gone", where=str(target.path), fix="Run its recipe again.")
-    return load_model(target.path, tokenizer, step=target.step, name=target.name, mesh=mesh)
-
-
-def load_model(
-    folder: Path,
-    tokenizer: Path,
-    *,
-    name: str,
-    step: Checkpoint | None = None,
-    mesh: Sizes | None = None,
-    sharding: Table | None = None,
-) -> LoadedModel:
-    """Load a checkpoint of a training, by default its newest, or a Hugging Face folder, with a tokenizer's folder.
-
-    `name` is what messages and reports call the model, `mesh` and `sharding` are how the weights are split.
-    """
+    folder = target.path
     load: Callable[[Any], Any]  # gives the parameters, of abstract ones with shardings
-    if (folder / MODEL).is_file():
-        facts, graph = _facts_and_graph(folder)
-        opened, load = Tokenizer(tokenizer), partial(trained_params, folder, graph, step)
-    else:  # is read as `affinage import` does, into the memory of the devices; nothing is written
+    if target.kind == "hub":
+        from affinage.hub.read import hub_facts, read_hub_folder  # half a second, of huggingface_hub's imports
+
         hub = read_hub_folder(folder)
-        facts, graph = hub_facts(folder) | {"context": hub.architecture.context, "precision": {}}, hub.graph
-        opened = fitting_tokenizer(tokenizer, graph.vocabulary)
+        graph, tokenizer = hub.graph, fitting_tokenizer(folder, hub.graph.vocabulary)
+        facts = hub_facts(folder) | {"context": hub.architecture.context, "precision": {}}
 
         def load(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
             return jax.device_put(hub.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
-
-    opened.use_template(facts.get("chat_template"))
+    else:
+        places = [folder / TOKENIZER, models.made_from(folder, "train-tokenizer")]
+        places += [] if target.run is None else [target.run / "train-tokenizer"]  # another version made it
+        found = next((place for place in places if place is not None and place.is_dir()), None)
+        if found is None:
+            raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
+        facts, graph = _facts_and_graph(folder)
+        tokenizer, load = Tokenizer(found), partial(trained_params, folder, graph, target.step)
+    tokenizer.use_template(facts.get("chat_template"))
     known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
     precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
@@ -116,8 +108,8 @@ def load_model(
         params=load(jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings)),
         layout=layout if layout.mesh.size > 1 else None,
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
-        tokenizer=opened,
-        name=name,
+        tokenizer=tokenizer,
+        name=target.name,
         context=facts["context"],
         system_prompt=facts["system_prompt"],
         chat=models.is_chat(folder),
@@ -147,52 +139,45 @@ def _facts_and_graph(folder: Path) -> tuple[dict[str, Any], Graph]:
         raise UserError(error.what, where=error.where or str(folder), fix=fix) from error
 
 
-def import_model(
-    source: Path, folder: Path, name: str, *, chat_tokens: bool = False, origin: str = ""
-) -> dict[str, Any]:
+def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = False, origin: str = "") -> "HubModel":
     """Write `folder`, whole or not at all, from one with config.json, safetensors and a tokenizer.
 
     The recipe in it is called `name`. With `chat_tokens` the vocabulary gets the tokens of ChatML that it lacks; their
     embeddings begin at the mean. Otherwise `origin`, where Hugging Face's libraries find the model, is written down.
-    Returns what was imported, in numbers. Raises UserError for what cannot be taken over exactly.
+    Raises UserError for what cannot be taken over exactly.
     """
+    from affinage.hub.families import with_ids
+    from affinage.hub.read import hub_facts, read_hub_folder
+
     hub = read_hub_folder(source)
-    architecture, graph, params = hub.architecture, hub.graph, hub.params
-    tokenizer = fitting_tokenizer(source, graph.vocabulary)
-    partial_folder = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    (partial_folder / TOKENIZER).mkdir(parents=True)
-    tokenizer.write(partial_folder / TOKENIZER)
-    if chat_tokens and not tokenizer.fixed_ids and (added := add_chat_tokens(partial_folder / TOKENIZER)):
-        graph, params = with_ids(graph, params, added)
-        origin = ""
-    files = sorted((partial_folder / TOKENIZER).iterdir())
+    tokenizer, making = fitting_tokenizer(source, hub.graph.vocabulary), folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(making, ignore_errors=True)
+    (making / TOKENIZER).mkdir(parents=True)
+    tokenizer.write(making / TOKENIZER)
+    if chat_tokens and not tokenizer.fixed_ids and (added := add_chat_tokens(making / TOKENIZER)):
+        graph, params = with_ids(hub.graph, hub.params, added)
+        hub, origin = replace(hub, graph=graph, params=params), ""
+    files = sorted((making / TOKENIZER).iterdir())
     contents = json.dumps([(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files])
     digests = {"weights": hub.weights.digest(), "tokenizer": hashlib.sha256(contents.encode()).hexdigest()}
-    facts: dict[str, Any] = {"graph": graph.to_dict(), "context": architecture.context, "precision": {}}
+    facts: dict[str, Any] = {"graph": hub.graph.to_dict(), "context": hub.architecture.context, "precision": {}}
     facts |= hub_facts(source)
     facts["imported"] |= {"sha256": digests} | ({"from": origin} if origin else {})
-    write_json(partial_folder / MODEL, facts)
+    write_json(making / MODEL, facts)
     settings = {"name": name, "init_from": ".", "packing": {"seq_len": facts["context"]}, "model": facts["graph"]}
-    settings["export"] = {"dtype": architecture.dtype}
+    settings["export"] = {"dtype": hub.architecture.dtype}
     recipe = _RECIPE.format(
         name=name,
         file=shlex.quote(str(folder / "recipe.yaml")),
         settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120),
         system_prompt=json.dumps(facts["system_prompt"], ensure_ascii=False),
     )
-    (partial_folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    store = CheckpointStore(partial_folder / "checkpoints")
-    store.save(0, {"params": jax.tree.map(jnp.asarray, params)}, {"imported": digests["weights"]})
+    (making / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    store = CheckpointStore(making / "checkpoints")
+    store.save(0, {"params": jax.tree.map(jnp.asarray, hub.params)}, {"imported": digests["weights"]})
     store.wait()
-    partial_folder.rename(folder)
-    return {
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-        "family": architecture.family,
-        "context": architecture.context,
-        "vocabulary": graph.vocabulary,
-        "ignored": architecture.ignored,
-    }
+    making.rename(folder)
+    return hub
 
 
 # ---- weights ----

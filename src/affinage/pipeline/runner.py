@@ -21,8 +21,8 @@ from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, located, print_line
-from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, versions, write_json
-from affinage.results import RESULT, RESULTS, Result, read_json
+from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, write_json
+from affinage.results import RESULT, RESULTS, Result, read_json, versions
 from affinage.stopping import StopSignals
 
 if TYPE_CHECKING:
@@ -261,9 +261,9 @@ class PipelineRunner:
             started, clock = time.time(), time.monotonic()
             entered.enter_context(located(self.loaded, step.name))
             for url in filter(is_url, step.files) if planned.forced else ():
-                from affinage.data.downloads import forget
+                from affinage.data.downloads import cached_path
 
-                forget(url)
+                cached_path(url).unlink(missing_ok=True)
             if self._remote is not None and step.has_progress:
                 self._remote.resume(request, forced=planned.forced)
             if step.distributed:

@@ -8,10 +8,8 @@ deleted by one rename first, so that a half-deleted one cannot be mistaken for a
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import time
@@ -23,16 +21,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-import affinage
 from affinage.errors import UserError
 from affinage.pipeline.step import print_line
-from affinage.results import MANIFEST, RESULT, read_json
+from affinage.results import MANIFEST, RESULT, read_json, versions
 
 REQUEST = "request.json"
 FORMAT = 3  # of the folders and keys; with another one, every result is made again
 _POLL = 0.5  # seconds, while another process makes a result
 _NAME = re.compile(r"[\w-]+")
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "sentencepiece", "lm-eval")
 
 
 @dataclass(frozen=True)
@@ -205,15 +201,6 @@ def link(path: Path, target: Path) -> None:
     part.unlink(missing_ok=True)
     part.symlink_to(os.path.relpath(target, path.parent))
     part.replace(path)
-
-
-def versions() -> dict[str, str]:
-    """Versions of affinage, Python and the packages that results may depend on."""
-    installed = {"affinage": affinage.__version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
 
 
 def _sync_folder(folder: Path) -> None:

@@ -14,7 +14,8 @@ from affinage.checkpoint.store import CHECKPOINTS, IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.data.json_files import write_atomically
 from affinage.errors import UserError
-from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer, versions
+from affinage.results import versions
+from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer
 from affinage.training.state import FROZEN, TrainState, kept_frozen
 from affinage.training.trainer import Trainer
 from affinage.training.watchdog import PreemptionGuard, Watchdog

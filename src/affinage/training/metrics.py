@@ -2,7 +2,6 @@
 went; its summary; and traces of some steps."""
 
 import contextlib
-import importlib.metadata
 import json
 import math
 import time
@@ -16,7 +15,6 @@ import jax
 import rich
 from rich.progress import BarColumn, Progress
 
-import affinage
 from affinage.cluster.processes import Processes
 from affinage.data.json_files import write_atomically
 from affinage.durations import duration
@@ -24,7 +22,7 @@ from affinage.errors import UserError
 from affinage.hardware.devices import peak_bytes
 from affinage.model.analysis import parameters
 from affinage.model.layer import parameters_in
-from affinage.results import read_json_lines
+from affinage.results import read_json_lines, versions
 from affinage.secrets import masked
 from affinage.tracking import Trackers
 from affinage.training.trainer import Trainer
@@ -335,13 +333,6 @@ def write_summary(trainer: Trainer, goodput: GoodputTimer, steps: int, **facts: 
     if Processes.current.first:
         write_atomically(trainer.job.folder / "summary.json", json.dumps(summary, indent=1).encode())
     return summary
-
-
-def versions() -> dict[str, str]:
-    """Versions of the software that decides about numbers."""
-    names = ("jaxlib", "flax", "optax", "orbax-checkpoint")
-    by_name = {name: importlib.metadata.version(name) for name in names}
-    return {"affinage": affinage.__version__, "jax": jax.__version__, **by_name}
 
 
 class Profiler:
