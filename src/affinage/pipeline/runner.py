@@ -259,9 +259,9 @@ class PipelineRunner:
         with listener.running(planned) as progress:
             with located(self.loaded, step.name), contextlib.ExitStack() as together:
                 for url in filter(is_url, step.files) if planned.forced else ():
-                    from affinage.data.downloads import forget
+                    from affinage.data.downloads import cached_path
 
-                    forget(url)
+                    cached_path(url).unlink(missing_ok=True)
                 if self._remote is not None and step.has_progress:
                     self._remote.resume(request, forced=planned.forced)
                 if step.distributed:
