@@ -98,16 +98,23 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
+def is_of_network(error: BaseException) -> bool:
+    """Return whether a network, or a package that speaks over one, is where an error comes from."""
+    return any(
+        isinstance(cause, ConnectionError | TimeoutError)
+        or errno_of(cause) in _OF_A_NETWORK
+        or type(cause).__module__.partition(".")[0] in _NETWORK_PACKAGES
+        for cause in causes(error)
+    )
+
+
 def is_transient(error: BaseException) -> bool:
     """Return whether the network, or a server that may answer later, is to blame, so that another try may succeed."""
     for cause in causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None) or getattr(cause, "status", None)
         if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
             return False
-        of_network = isinstance(cause, ConnectionError | TimeoutError) or errno_of(cause) in _OF_A_NETWORK
-        if of_network or type(cause).__module__.partition(".")[0] in _NETWORK_PACKAGES:
-            return True
-    return False
+    return is_of_network(error)
 
 
 def raise_of_network(error: BaseException) -> None:

@@ -158,8 +158,7 @@ def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
     numbers = {item.id: [len(having) for having in holders(texts, item, 6, 4)] for item in items}
     assert found.found == {("quiz", id) for id, many in numbers.items() if {1, 2} & set(many)} and len(found.found) >= 6
     assert found.common == {("quiz", id) for id, many in numbers.items() if max(many) > 2} - found.found
-    assert ("quiz", "26") in found.common and found.too_short == {}
-    assert (found.texts, found.items) == (43, {"quiz": 27})
+    assert ("quiz", "26") in found.common and (found.texts, found.benchmarks) == (43, {"quiz"})
 
 
 @pytest.mark.parametrize("context", [8, 64])

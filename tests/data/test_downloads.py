@@ -8,7 +8,7 @@ import pytest
 
 import hub_server
 from affinage.data import executor
-from affinage.data.downloads import CACHE_VARIABLE, cached, cached_path, forget, version_of
+from affinage.data.downloads import CACHE_VARIABLE, cached, cached_path, version_of
 from affinage.errors import UserError
 from hub_server import Fault
 from source_forms import collected
@@ -57,7 +57,7 @@ def test_a_download_that_breaks_off_goes_on(server):
     assert 0 < int(request.range.removeprefix("bytes=").removesuffix("-")) <= 50_000
     server.requests.clear()
     assert cached(url_of(server), SHA).read_bytes() == CONTENT and not server.requests, "fetched once"
-    forget(url_of(server))
+    cached_path(url_of(server)).unlink()
     server.faults[:] = [Fault("lines", cut=20_000, times=3)]
     assert cached(url_of(server), SHA).read_bytes() == CONTENT, "what breaks off is tried again"
 
@@ -99,10 +99,9 @@ def test_a_recipe_reads_a_web_address_the_second_time_from_the_cache(server, tmp
 
 def test_a_copy_of_another_version_than_the_servers_is_fetched_again(server):
     assert cached(url_of(server)).read_bytes() == CONTENT
-    before = version_of(url_of(server), again=True)
+    before = version_of(url_of(server))
     server.commit("models/me/files", {"lines.jsonl": CONTENT[::-1]})
-    assert version_of(url_of(server)) == before, "a process asks once"
-    assert version_of(url_of(server), again=True) != before
+    assert version_of(url_of(server)) != before
     assert cached(url_of(server)).read_bytes() == CONTENT[::-1]
     server.faults[:] = [Fault("lines", 503, times=99)]
     assert cached(url_of(server)).read_bytes() == CONTENT[::-1], "without an answer the copy is what there is"

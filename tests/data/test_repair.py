@@ -9,8 +9,7 @@ from ftfy.fixes import fix_c1_controls
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from affinage.data.code_points import count_characters
-from affinage.data.repair import repair
+from affinage.data.code_points import count_characters, repair
 
 UNSEEN = "\u00ad\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff\ufff9\ufffa\ufffb"
 MISREAD_FIRST = "ÂÃâðÎÏÐÑ"

@@ -32,7 +32,7 @@ def test_scores_without_the_items_found_are_those_of_the_others(tmp_path: Path):
         asked.extend(item.id for item in items)
         found = frozenset({("quiz", "1"), ("quiz", "2"), ("quiz", "8")})
         common = frozenset({("quiz", "5")})
-        return Contamination(found, {"quiz": 6}, {"quiz": 9}, 5, common)
+        return Contamination(frozenset({"quiz"}), 5, found, common)
 
     results = evaluate(tiny_llama(), [name], folder=tmp_path / "out", seen=seen, limit=8)
     assert asked == [str(n) for n in range(9)]
@@ -63,7 +63,7 @@ ITEMS = [
     ],
 )
 def test_a_score_without_the_items_found_is_of_the_others(found: str, metric: str, value: float, rest: tuple | None):
-    seen = Contamination(frozenset(("quiz", one) for one in found), {}, {"quiz": 4}, 1)
+    seen = Contamination(frozenset({"quiz"}), 1, frozenset(("quiz", one) for one in found))
     metrics, items = {metric: {"value": value, "stderr": 0.5}}, ITEMS if "," in metric else ITEMS[:4]
     told = contamination_of(seen, {"quiz": {"metrics": metrics}}, {"quiz": items})["tasks"]["quiz"]
     assert told["items"] == 4

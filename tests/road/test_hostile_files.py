@@ -140,9 +140,6 @@ def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: P
     assert made_from(folder, "train-tokenizer") == folder.with_name("train-tokenizer-0123456789ab")
 
 
-# ---- datasets
-
-
 # ---- folders of models
 
 

@@ -7,11 +7,10 @@ A match is a run of `n_grams` words of an item, or a shorter item whole (see `ov
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +22,7 @@ from affinage.data.documents import (
     Verdicts,
     copy_documents,
     document_files,
-    row_groups,
+    read_documents,
     write_table,
 )
 from affinage.data.executor import LOCAL, Executor
@@ -100,11 +99,11 @@ def decontaminate(
 def _scan(index: ItemIndex, path: Path) -> list[list[int]]:
     """The hits in a file, in which its documents are counted."""
     found, documents = [], 0
-    for group in row_groups(path):
-        hits = index.scan(group.read(["text"]).column("text"))
+    for batch in read_documents(path, ["text"]):
+        hits = index.scan(batch.column("text"))
         hits[:, TEXT] += documents
         found += hits.tolist()
-        documents += group.rows
+        documents += batch.num_rows
     return found
 
 
@@ -129,16 +128,14 @@ def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> li
 
 def write_items(path: Path, items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> Path:
     """Write items to a file, for tasks that call `contaminated`; returns the path."""
-    lines = [[item.benchmark, item.id, item.texts] for item in items]
-    write_json(path, {"n_grams": settings.n_grams, "items": lines})
+    write_json(path, {"n_grams": settings.n_grams, "items": list(items)})
     return path
 
 
 @lru_cache(maxsize=1)
 def _index_of(path: Path) -> ItemIndex:
     content = json.loads(path.read_text("utf-8"))
-    items = [BenchmarkItem(name, id, tuple(texts)) for name, id, texts in content["items"]]
-    return ItemIndex(items, content["n_grams"])
+    return ItemIndex((BenchmarkItem(*item) for item in content["items"]), content["n_grams"])
 
 
 def contaminated(texts: Sequence[str], items: Path) -> set[int]:
@@ -152,17 +149,15 @@ def contaminated(texts: Sequence[str], items: Path) -> set[int]:
 # ---- after the fact: the text that a model was trained on ----
 
 
-@dataclass(frozen=True)
-class Contamination:
-    """What was found: (benchmark, item) of every item that stands in the text, and of those that cannot be found."""
+class Contamination(NamedTuple):
+    """Which items of benchmarks, as (benchmark, item), stand in the text that a model was trained on."""
 
-    found: frozenset[tuple[str, str]]
-    too_short: Mapping[str, int]  # items by benchmark
-    items: Mapping[str, int]  # by benchmark, of which too_short is a part
+    benchmarks: frozenset[str]  # whose items were searched for
     texts: int  # that were searched
+    found: frozenset[tuple[str, str]]
     # Items of which only runs in more than `BOILERPLATE` texts were found: copied that often, or an idiom.
     common: frozenset[tuple[str, str]] = frozenset()
-    n_grams: int = field(default=DecontaminateSettings().n_grams)  # words in a row that were searched for
+    n_grams: int = DecontaminateSettings().n_grams  # words in a row that were searched for
 
 
 def count_occurrences(texts: Iterable[pa.Array], index: ItemIndex) -> tuple[int, np.ndarray]:
@@ -175,21 +170,12 @@ def count_occurrences(texts: Iterable[pa.Array], index: ItemIndex) -> tuple[int,
 
 
 def contamination(index: ItemIndex, searches: Sequence[tuple[int, np.ndarray]]) -> Contamination:
-    """The items that stand in texts, of which `searches` are the counts.
-
-    Items that have no match, but a run that is in more than `BOILERPLATE` texts, are those that are `common`.
-    """
+    """The items that stand in texts, of which `searches` are the counts."""
     texts_with = sum((with_run for _, with_run in searches), np.zeros(index.keys.size, np.int64))
     few = texts_with <= index.boilerplate
-    found = index.items_with((texts_with > 0) & few)
-    return Contamination(
-        found=found,
-        too_short=index.too_short,
-        items=Counter(item.benchmark for item in index.items),
-        texts=sum(count for count, _ in searches),
-        common=index.items_with(~few) - found,
-        n_grams=index.n_grams,
-    )
+    found, common = index.items_with((texts_with > 0) & few), index.items_with(~few)
+    names, texts = frozenset(item.benchmark for item in index.items), sum(count for count, _ in searches)
+    return Contamination(names, texts, found, common - found, index.n_grams)
 
 
 def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:

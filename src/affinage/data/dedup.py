@@ -31,7 +31,7 @@ from affinage.data.documents import (
     copy_documents,
     document_files,
     first_documents,
-    row_groups,
+    read_documents,
     write_table,
 )
 from affinage.data.executor import LOCAL, Executor, clear_completions
@@ -113,8 +113,8 @@ def _sign(settings: DedupSettings, scratch: Path, task: tuple[int, Path]) -> Non
     """Pass 1: write the signatures of one file, uint64 [4 + bands, documents]."""
     number, path = task
     parts = [np.zeros((len(_FACTS) + settings.num_buckets, 0), np.uint64)]
-    for group in row_groups(path):
-        text = group.read(["text"]).column("text")
+    for batch in read_documents(path, ["text"]):
+        text = batch.column("text")
         content, keys = sign(text, settings.n_grams, settings.num_buckets, settings.hashes_per_bucket)
         markup = pc.count_substring_regex(text, _MARKUP).to_numpy()
         parts.append(np.vstack([content, markup, np.diff(text_buffers(text)[1]), keys]).astype(np.uint64))
@@ -132,9 +132,9 @@ def _gather(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int])
     number, path, start = task
     candidates = np.load(scratch / "candidates.npy", mmap_mode="r")
     tables, sets = [_NAMES.empty_table()], [np.zeros(0, np.uint64)]
-    for group in row_groups(path):
-        batch = group.read([*_TEXTS, "text"]).filter(pa.array(candidates[start : start + group.rows]))
-        start += group.rows
+    for batch in read_documents(path, [*_TEXTS, "text"]):
+        chosen = pa.array(candidates[start : start + batch.num_rows])
+        batch, start = batch.filter(chosen), start + batch.num_rows
         own_sets, sizes = shingle_sets(batch["text"], settings.n_grams)
         absent = pa.array([""] * len(batch), pa.string())
         names = [batch[name] if name in batch.schema.names else absent for name in _TEXTS]

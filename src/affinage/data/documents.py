@@ -42,20 +42,19 @@ def text_bytes(batch: pa.RecordBatch | pa.Table) -> int:
 class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
     """Writes documents to `<stem>-00000.parquet`, `<stem>-00001.parquet`, ... in a folder, in the order given.
 
-    A file gets its name only when it is complete; after an exception no unfinished file remains. Use it as a context
-    manager. At most one row group (`ROW_GROUP_BYTES` of text, or one longer document) is held in memory. `observe`
-    receives every batch that is written. Without documents, one file without rows is written.
+    Files of the same stem, which an earlier attempt left, go first. A file gets its name only when it is complete;
+    after an exception no unfinished file remains. Use it as a context manager. At most one row group
+    (`ROW_GROUP_BYTES` of text, or one longer document) is held in memory. What is written is counted in `stats`.
+    Without documents, one file without rows is written.
     """
 
-    def __init__(
-        self, folder: Path, stem: str = "documents", *, observe: Callable[[pa.RecordBatch], None] = lambda batch: None
-    ) -> None:
+    def __init__(self, folder: Path, stem: str = "documents", stats: "Stats | None" = None) -> None:
         self.files: list[Path] = []
-        self._folder, self._stem, self._observe = Path(folder), stem, observe
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._stem, self._stats = Path(folder), stem, stats
         self._rows: list[dict[str, Any]] = []
         self._characters, self._file_bytes = 0, 0  # of the rows, and of text in the file
         self._file: pq.ParquetWriter | None = None
+        clear_documents(self._folder, stem)
 
     def add(self, *, id: str, source: str, text: str, **facts: Any) -> None:
         """Append one document; `facts` are its other columns."""
@@ -69,7 +68,8 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
         """Append a batch of documents as a row group."""
         self._flush_rows()
         if batch.num_rows:
-            self._observe(batch)
+            if self._stats is not None:
+                self._stats.leave(batch)
             self._opened().write_table(pa.Table.from_batches([batch], SCHEMA), row_group_size=batch.num_rows)
             self._file_bytes += text_bytes(batch)
             if self._file_bytes >= FILE_BYTES:
@@ -82,16 +82,15 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
 
     def _opened(self) -> pq.ParquetWriter:
         if self._file is None:
-            place = self._folder / f"{self._stem}-{len(self.files):05d}.parquet"
+            self.files.append(self._folder / f"{self._stem}-{len(self.files):05d}.parquet")
             options = {"compression": "zstd", "compression_level": 1, "write_statistics": False}
-            self._file = pq.ParquetWriter(place.with_suffix(".parquet.part"), SCHEMA, **options)
-            self.files.append(place)
+            self._file = pq.ParquetWriter(f"{self.files[-1]}.part", SCHEMA, **options)
         return self._file
 
     def _finish_file(self) -> None:
         if self._file is not None:
             self._file.close()
-            os.replace(self.files[-1].with_suffix(".parquet.part"), self.files[-1])
+            os.replace(f"{self.files[-1]}.part", self.files[-1])
             self._file, self._file_bytes = None, 0
 
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -102,7 +101,7 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
             self._finish_file()
         elif self._file is not None:
             self._file.close()
-            self.files[-1].with_suffix(".parquet.part").unlink(missing_ok=True)
+            Path(f"{self.files[-1]}.part").unlink()
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -152,12 +151,12 @@ def row_groups(path: Path) -> list[RowGroup]:
 
 def first_documents(paths: Iterable[Path]) -> list[int]:
     """The number of the first document of every file among those of all files, and the number of all."""
-    return list(accumulate((sum(group.rows for group in row_groups(path)) for path in paths), initial=0))
+    return list(accumulate((pq.read_metadata(path).num_rows for path in paths), initial=0))
 
 
-def read_documents(folder: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Stream the documents of a folder in order, one row group (about 8 MB of text) at a time."""
-    for path in document_files(folder):
+def read_documents(place: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Stream the documents of a folder or file in order, one row group (about 8 MB of text) at a time."""
+    for path in document_files(place) if place.is_dir() else [place]:
         for group in row_groups(path):
             yield group.read(columns)
 
@@ -169,25 +168,21 @@ def read_documents(folder: Path, columns: Sequence[str] | None = None) -> Iterat
 class Stats:
     """Counts of documents and UTF-8 bytes through one task or step; `total` adds those of tasks up."""
 
-    documents_in: int = 0
-    bytes_in: int = 0
-    documents_out: int = 0
-    bytes_out: int = 0
+    read: Counter[str] = field(default_factory=Counter)  # documents and bytes
     removed: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     documents: Counter[str] = field(default_factory=Counter)  # passed on, by source and language joined by a line feed
     bytes: Counter[str] = field(default_factory=Counter)
+    other: Counter[str] = field(default_factory=Counter)  # what else a step counts
 
     def enter(self, documents: int, bytes: int) -> None:
         """Count documents that the step reads."""
-        self.documents_in += documents
-        self.bytes_in += bytes
+        self.read.update(documents=documents, bytes=bytes)
 
-    def read(self, path: Path) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def entering(self, path: Path) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The row groups of a document file, which are counted; with each the number of documents before it."""
         before = 0
-        for group in row_groups(path):
-            batch = group.read()
+        for batch in read_documents(path):
             self.enter(batch.num_rows, text_bytes(batch))
             yield before, batch
             before += batch.num_rows
@@ -208,8 +203,6 @@ class Stats:
 
     def leave(self, batch: pa.RecordBatch) -> None:
         """Count a batch of documents that is passed on."""
-        self.documents_out += batch.num_rows
-        self.bytes_out += text_bytes(batch)
         both = pc.binary_join_element_wise(batch.column("source"), batch.column("language"), "\n")
         groups = pa.table({"key": both, "bytes": pc.binary_length(batch.column("text"))}).group_by("key")
         for row in groups.aggregate([("bytes", "count"), ("bytes", "sum")]).to_pylist():
@@ -221,9 +214,7 @@ class Stats:
         """The sum of the statistics of tasks, each as `vars` gives them, whose order decides which samples stay."""
         total = cls()
         for part in parts:
-            for name in ("documents_in", "bytes_in", "documents_out", "bytes_out"):
-                setattr(total, name, getattr(total, name) + part[name])
-            for name in ("removed", "documents", "bytes"):
+            for name in ("read", "removed", "documents", "bytes", "other"):
                 getattr(total, name).update(part[name])
             for reason, samples in part["samples"].items():
                 own = total.samples.setdefault(reason, [])
@@ -241,8 +232,11 @@ class Stats:
 
     def summary(self) -> dict[str, Any]:
         """The JSON-able summary of the step."""
-        names = ("documents_in", "documents_out", "bytes_in", "bytes_out")
-        return {name: getattr(self, name) for name in names} | {
+        return {
+            "documents_in": self.read["documents"],
+            "documents_out": self.documents.total(),
+            "bytes_in": self.read["bytes"],
+            "bytes_out": self.bytes.total(),
             "removed": dict(sorted(self.removed.items(), key=lambda item: (-item[1], item[0]))),
             "samples": self.samples,
             "by_language": self.by(lambda source, language: language),
@@ -257,9 +251,8 @@ def copy_documents(
 
     `judge` receives each batch, and how many documents of the file come before it. Returns the statistics.
     """
-    stats, place = Stats(), folder / path.parent.relative_to(documents_folder)
-    clear_documents(place, path.stem)
-    with DocumentWriter(place, path.stem, observe=stats.leave) as writer:
-        for before, batch in stats.read(path):
+    stats = Stats()
+    with DocumentWriter(folder / path.parent.relative_to(documents_folder), path.stem, stats) as writer:
+        for before, batch in stats.entering(path):
             writer.write(stats.remove_rows(batch, judge(batch, before)))
     return vars(stats)

@@ -22,7 +22,7 @@ CACHE_VARIABLE = "AFFINAGE_CACHE"
 _TIMEOUT = (10, 30)  # seconds to connect, and between two parts of an answer
 _AS_IT_IS = {"Accept-Encoding": "identity"}  # the header of a request for the file, not for a compressed form of it
 
-_versions: dict[str, str] = {}  # URL -> the version that the server had when this process asked
+_versions: dict[str, str] = {}  # URL -> the version that the server had when this process asked last
 
 
 def is_web(url: str) -> bool:
@@ -77,15 +77,11 @@ def _facts(url: str) -> tuple[Path, dict[str, Any]]:
 # ---- versions ----
 
 
-def version_of(url: str, *, again: bool = False) -> str:
+def version_of(url: str) -> str:
     """The version of a file, folder or glob at a server or in a bucket: its ETag, else size and time of change.
 
-    Returns "" where the server gives none. It is asked once in a process, unless `again`. Raises the error of the
-    library if it does not answer (once; then its version is not known).
+    Returns "" where the server gives none. Raises the error of the library if it does not answer.
     """
-    if url in _versions and not again:
-        return _versions[url]
-    _versions[url] = ""
     if is_web(url):
         _versions[url] = _version_in(_head(url))
     else:
@@ -102,12 +98,6 @@ def _version_in(headers: Any) -> str:
 def version_of_copy(url: str) -> str:
     """The version of the downloaded copy; "" if there is none, or its version is not known."""
     return str(_facts(url)[1].get("version") or "") if cached_path(url).is_file() else ""
-
-
-def forget(url: str) -> None:
-    """Remove the downloaded copy of a URL."""
-    _versions.pop(url, None)
-    cached_path(url).unlink(missing_ok=True)
 
 
 # ---- downloading ----
@@ -133,7 +123,7 @@ def cached(url: str, sha256: str = "") -> Path:
     What an interrupted download left is kept beside it as `.part` and resumed, if the server's file is still the
     same; its size is checked against what the server says, its SHA-256 against `sha256` if that is given. Of several
     processes one downloads, the others wait. Without `sha256`, a copy of another version than the server has now is
-    downloaded again. Passwords are in ~/.netrc.
+    downloaded again; a process asks once. Passwords are in ~/.netrc.
 
     Raises UserError for a file that the server does not have or that is not the expected one, and TransientError where
     the server cannot be reached.
@@ -141,10 +131,12 @@ def cached(url: str, sha256: str = "") -> Path:
     path = cached_path(url)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(path.name + ".lock")):
-        known, newest = version_of_copy(url), ""
-        with contextlib.suppress(requests.RequestException):
-            newest = version_of(url) if known and not sha256 else ""
-        if not path.is_file() or (newest and newest != known):
+        known = "" if sha256 else version_of_copy(url)
+        if known and url not in _versions:
+            _versions[url] = ""  # of a server that does not answer
+            with contextlib.suppress(requests.RequestException):
+                version_of(url)
+        if not path.is_file() or (known and _versions[url] not in ("", known)):
             part = path.with_name(path.name + ".part")
             try:
                 with_retries(partial(_download, url, part), url)

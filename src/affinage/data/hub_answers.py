@@ -3,7 +3,6 @@
 from affinage.errors import TransientError, UserError, causes, first_line, is_transient
 
 PATIENCE = 120.0  # seconds without an answer after which a request to the Hub has failed
-_PACKAGES = ("httpx", "httpx2", "aiohttp", "huggingface_hub")
 
 
 def limit_requests(seconds: float = PATIENCE) -> None:
@@ -37,11 +36,3 @@ def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where
     offline = any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes(error))
     message = UserError if offline else TransientError
     return message(what, where=where, fix=fix + (", or data.mirror." if kind == "dataset" else "."))
-
-
-def is_of_the_network(error: Exception) -> bool:
-    """Whether something failed because of the Hub or the way to it, and not because of what is in a file."""
-    return any(
-        isinstance(each, ConnectionError | TimeoutError) or type(each).__module__.partition(".")[0] in _PACKAGES
-        for each in causes(error)
-    )

@@ -7,10 +7,10 @@ from typing import Any
 
 from affinage.config.data import SourceSettings
 from affinage.data.files import DamagedFile, DatasetPart
-from affinage.data.hub_answers import PATIENCE, is_of_the_network, limit_requests, refusal
+from affinage.data.hub_answers import PATIENCE, limit_requests, refusal
 from affinage.data.places import is_folder
 from affinage.data.readers import BadRecord, Record, needed_columns, record_of
-from affinage.errors import UserError, first_line, of_the_machine
+from affinage.errors import UserError, first_line, is_of_network, of_the_machine
 
 _RETRIES, _RETRY_SECONDS = 5, 3  # of a read that fails while streaming
 
@@ -44,7 +44,7 @@ def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool 
     try:
         parts = max(1, _opened(place, settings.model_dump_json(), of_text).num_shards)
     except Exception as error:
-        if is_of_the_network(error):
+        if is_of_network(error):
             raise refusal(error, "dataset", place, revision=settings.revision, where=where) from None
         fix = error.fix if isinstance(error, UserError) else ""
         raise UserError(f"cannot open the dataset {place!r}: {first_line(error)}", where=where, fix=fix) from None
@@ -66,7 +66,7 @@ def rows_of(part: DatasetPart, settings: SourceSettings, *, of_text: bool = Fals
     try:
         yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
     except Exception as error:  # of `datasets`, pyarrow, the network
-        if is_of_the_network(error) and not is_folder(part.place):  # what damage loses would be lost for good
+        if is_of_network(error) and not is_folder(part.place):  # what damage loses would be lost for good
             raise refusal(error, "dataset", part.place, revision=settings.revision, where=part.name) from None
         raise DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {first_line(error)}") from None
 

@@ -51,11 +51,7 @@ class Task:
 
 
 def ingest(
-    settings: DataSettings,
-    folder: Path,
-    world_folder: Path | None = None,
-    *,
-    executor: Executor = LOCAL,
+    settings: DataSettings, folder: Path, world_folder: Path | None = None, *, executor: Executor = LOCAL
 ) -> dict[str, Any]:
     """Read all sources into document files in `folder/<source>` and return the step's summary.
 
@@ -79,21 +75,20 @@ def ingest(
 
     for position, (source, results) in enumerate(zip(settings.sources, by_source)):
         own = Stats.total(result["stats"] for result in results)
-        if not own.documents_out and not any(result["not_sampled"] for result in results):
+        if not own.documents and not own.other["not_sampled"]:
             where = f"data.sources[{position}] ({source.path or source.dataset})"
             reasons = [reason for reason, _ in own.removed.most_common() if reason != UNKNOWN_KIND]
             if not reasons:
                 raise UserError("there is no document in it", where=where)
-            first = own.samples[reasons[0]][0]
-            what = f"none of its {own.documents_in} records can be used; {first['id']}: {reasons[0]}: {first['detail']}"
+            first, count = own.samples[reasons[0]][0], own.removed.total()
+            what = f"none of its {count} records can be used; {first['id']}: {reasons[0]}: {first['detail']}"
             raise UserError(what, where=where, fix=_FIXES.get(reasons[0], ""))
     results = [result for results in by_source for result in results]
     total = Stats.total(result["stats"] for result in results)
-    counts = {"not_sampled": sum(result["not_sampled"] for result in results)}
-    if not total.documents_out:
+    counts = {name: total.other[name] for name in ("not_sampled", "lone_surrogates")}
+    if not total.documents:
         what = f"the sample holds none of {counts['not_sampled']} documents"
         raise UserError(what, where="data.sample", fix="Take more.")
-    counts["lone_surrogates"] = sum(result["replaced"] for result in results)
     clear_documents(folder, kept={folder / file for result in results for file in result["files"]})
     clear_completions(folder)
     return total.summary() | counts | ({"commits": commits} if commits else {})
@@ -169,7 +164,7 @@ def _read_all(tasks: dict[str, list[Task]], settings: DataSettings, executor: Ex
         place = work[0].folder.parent / "completions" / name
         done = executor.map(run, work, place, bytes=bytes)
         results.update(zip([task.stem for task in work], done, strict=True))
-        return sum(result["stats"]["bytes_out"] for result in done)
+        return sum(sum(result["stats"]["bytes"].values()) for result in done)
 
     if everything := [task for own in tasks.values() for task in own if task.settings.max_bytes is None]:
         read(everything, "whole")
@@ -188,16 +183,15 @@ def _read_all(tasks: dict[str, list[Task]], settings: DataSettings, executor: Ex
 
 def run(task: Task) -> dict[str, Any]:
     """Read the parts of one task into document files; returns its statistics."""
-    clear_documents(task.folder, task.stem)
-    stats, taken, counts = Stats(), 0, {"not_sampled": 0, "replaced": 0}
+    stats, taken = Stats(), 0
     settings, code = task.settings, task.settings.kind == "code"
-    with DocumentWriter(task.folder, task.stem, observe=stats.leave) as writer:
-        for record in _usable(task, stats, counts):
+    with DocumentWriter(task.folder, task.stem, stats) as writer:
+        for record in _usable(task, stats):
             size = len(record.text.encode())
             if task.limit is not None and taken and taken + size > task.limit:
                 break
             taken += size
-            counts["replaced"] += record.replaced
+            stats.other["lone_surrogates"] += record.replaced
             stats.enter(1, size)
             claimed = f"{record.language}?" if record.language not in ("", CODE_LANGUAGE) else ""
             writer.add(
@@ -210,10 +204,10 @@ def run(task: Task) -> dict[str, Any]:
                 text=record.text,
             )
     files = [str(path.relative_to(task.folder.parent)) for path in writer.files]
-    return {"stats": vars(stats), "files": files, **counts}
+    return {"stats": vars(stats), "files": files}
 
 
-def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record]:
+def _usable(task: Task, stats: Stats) -> Iterator[Record]:
     """The usable records of the task that are in the sample; the others are counted, with where they are."""
     name = task.source
     for part in task.parts:
@@ -228,7 +222,7 @@ def _usable(task: Task, stats: Stats, counts: dict[str, int]) -> Iterator[Record
                 elif task.sample == 1 or shuffle_keys([f"{name}/{record.id}"], 0, "sample")[0] < task.sample * 2**64:
                     yield record
                 else:
-                    counts["not_sampled"] += 1
+                    stats.other["not_sampled"] += 1
         except DamagedFile as damage:
             if task.on_error != "skip":
                 where = part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name

@@ -9,18 +9,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from affinage.data.code_points import Array, kernel, text_buffers, word_table
+from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
 from affinage.data.json_files import encodable
 from affinage.data.minhash import hash_words, longest_text, mix
-from affinage.data.repair import repair
 from affinage.errors import UserError
 from affinage.paths import from_home
 
@@ -36,13 +34,12 @@ _PRIME = np.uint64(0x9E3779B97F4A7C15)
 # ---- items ----
 
 
-@dataclass(frozen=True)
-class BenchmarkItem:
+class BenchmarkItem(NamedTuple):
     """One question of a benchmark. Each of its texts is searched for by itself."""
 
     benchmark: str
     id: str
-    texts: tuple[str, ...]
+    texts: Sequence[str]
 
 
 def strings_in(value: Any) -> Iterator[str]:

@@ -86,15 +86,16 @@ def needed_columns(settings: SourceSettings, names: list[str], where: str = "") 
         fix = "Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}]."
         what = f"it has no column {settings.text_key!r}; it has {', '.join(names)}"
         raise UserError(what, where=where, fix=fix)
-    keys = ["source", "language", "lang", "licence", "license", *settings.filter]
-    for key in (settings.text_key, settings.id_key, settings.url_key, settings.license_key):
-        keys += _FIELD.findall(key) or [key]
+    keys = ["source", "language", "lang", "licence", "license", *settings.filter, *_FIELD.findall(settings.url_key)]
+    keys += [settings.text_key, settings.id_key, settings.url_key, settings.license_key]
     needed = {part for key in keys for part in (key, key.partition(".")[0])}
     return [name for name in names if name in needed]
 
 
-def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -> Record | BadRecord:
+def record_of(fields: Any, place: str, settings: SourceSettings) -> Record | BadRecord:
     """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
+    if not isinstance(fields, Mapping):
+        return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", str(fields)[:200])
     for key, wanted in settings.filter.items():
         value = _word(fields, key)
         if value not in ((wanted,) if isinstance(wanted, str) else wanted):
@@ -186,7 +187,15 @@ def _read_lines(file: SourceFile, settings: SourceSettings) -> Records:
                 position += _skip_line(stream)
                 yield BadRecord(place, "too large", f"a line over {limit / 1e6:.0f} MB")
             elif not line.isspace():
-                yield _parse_line(line, place, settings)
+                try:
+                    fields = json.loads(line.decode("utf-8-sig"))
+                except UnicodeDecodeError as error:
+                    yield _not_utf8(place, error)
+                except (ValueError, RecursionError) as error:
+                    glimpse = line[:140].decode("utf-8", "replace")
+                    yield BadRecord(place, "not JSON", getattr(error, "msg", str(error)), glimpse)
+                else:
+                    yield record_of(fields, place, settings)
 
 
 def _skip_line(stream: Any) -> int:
@@ -197,19 +206,6 @@ def _skip_line(stream: Any) -> int:
         if rest.endswith(b"\n"):
             break
     return size
-
-
-def _parse_line(line: bytes, place: str, settings: SourceSettings) -> Record | BadRecord:
-    glimpse = line[:140].decode("utf-8", "replace")
-    try:
-        fields = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return _not_utf8(place, error)
-    except (ValueError, RecursionError) as error:
-        return BadRecord(place, "not JSON", getattr(error, "msg", str(error)), glimpse)
-    if not isinstance(fields, dict):
-        return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
-    return record_of(fields, place, settings)
 
 
 def _read_table(file: SourceFile, settings: SourceSettings) -> Records:

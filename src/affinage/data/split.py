@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from affinage.config.data import SplitSettings
-from affinage.data.documents import DocumentWriter, Stats, clear_documents, document_files, first_documents, row_groups
+from affinage.data.documents import DocumentWriter, Stats, document_files, first_documents, read_documents
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.order import document_keys
 from affinage.errors import UserError
@@ -39,9 +39,8 @@ def split(
         with contextlib.ExitStack() as stack:
             for part, stats in zip(("train", "validation"), statistics):
                 place = folder / part / path.parent.relative_to(documents_folder)
-                clear_documents(place, path.stem)
-                writers.append(stack.enter_context(DocumentWriter(place, path.stem, observe=stats.leave)))
-            for before, batch in statistics[0].read(path):
+                writers.append(stack.enter_context(DocumentWriter(place, path.stem, stats)))
+            for before, batch in statistics[0].entering(path):
                 if settings.by == "tail":
                     parts = _cut_tails(batch, settings.validation_fraction)
                 else:
@@ -53,7 +52,7 @@ def split(
 
     results = executor.map(write, list(zip(paths, first_documents(paths))), folder, threads=True)
     train, validation = (Stats.total(result[part] for result in results) for part in range(2))
-    if train.documents_in and not train.documents_out:
+    if validation.documents and not train.documents:
         where = f"data.split.validation_fraction={settings.validation_fraction}"
         fix = "Lower the share, or cut the end of every document off: data.split.by=tail."
         raise UserError("every document went to validation; none is left to train on", where=where, fix=fix)
@@ -61,8 +60,8 @@ def split(
     trained, held_out_of = (stats.by(lambda *names: ".".join(names)) for stats in (train, validation))
     return train.summary() | {
         "validation": held_out_of,
-        "validation_documents": validation.documents_out,
-        "validation_bytes": validation.bytes_out,
+        "validation_documents": validation.documents.total(),
+        "validation_bytes": validation.bytes.total(),
         "without_validation": sorted(trained.keys() - held_out_of.keys()) if settings.validation_fraction else [],
     }
 
@@ -73,8 +72,7 @@ def _held_out(paths: Sequence[Path], settings: SplitSettings, seed: int) -> np.n
     if settings.by == "tail" or share == 0:
         return np.zeros(first_documents(paths)[-1], bool)
     key_parts, name_parts = [np.zeros(0, np.uint64)], list[pa.Array]()  # 12 bytes of every document
-    for group in (group for path in paths for group in row_groups(path)):
-        batch = group.read(["id", "source", "language"])
+    for batch in (batch for path in paths for batch in read_documents(path, ["id", "source", "language"])):
         if separator:
             ids = [id.split(separator, 1)[0] for id in batch["id"].to_pylist()]
             batch = batch.set_column(batch.schema.get_field_index("id"), "id", pa.array(ids, pa.string()))

@@ -56,11 +56,13 @@ def _read_entry(entry: Any, place: str) -> Record | BadRecord:
         for coding in filter(None, map(str.strip, reversed(codings))):
             # Many archives hold bodies that were decoded already, under the header of before: a body that is not coded
             # as its header says is taken as it is. FastWARC's own decoding ends the whole archive there.
-            with contextlib.suppress(zlib.error):
-                decoded = _decode(content, coding, limit + 1)
-                if decoded is None:
-                    return BadRecord(id, "unknown compression", f"{coding} of {url}")
-                content = decoded
+            if coding in ("gzip", "x-gzip", "deflate"):
+                bare = coding == "deflate" and content[:1] != b"\x78"  # without the header that it should have
+                decoder = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
+                with contextlib.suppress(zlib.error):
+                    content = decoder.decompress(content, limit + 1)
+            elif coding not in ("identity", "none") and content.lstrip()[:1] != b"<":
+                return BadRecord(id, "unknown compression", f"{coding} of {url}")
     if len(content) > limit:
         return BadRecord(id, "too large", f"a page over {limit / 1e6:.0f} MB: {url}")
     text = content.decode("utf-8", "replace")
@@ -71,11 +73,3 @@ def _read_entry(entry: Any, place: str) -> Record | BadRecord:
                 break
         text = str(extract_plain_text(text, main_content=True, alt_texts=False, list_bullets=False))
     return Record(id, encodable(text), url=url) if text.strip() else BadRecord(id, "empty", f"no text in {url}")
-
-
-def _decode(content: bytes, coding: str, limit: int) -> bytes | None:
-    """At most `limit` bytes of a body without one coding; None for a coding that is not read."""
-    if coding in ("gzip", "x-gzip", "deflate"):
-        bare = coding == "deflate" and content[:1] != b"\x78"  # without the header that it should have
-        return zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32).decompress(content, limit)
-    return content if coding in ("identity", "none") or content.lstrip()[:1] == b"<" else None

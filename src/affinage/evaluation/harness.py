@@ -29,8 +29,8 @@ from lm_eval.tasks import TaskManager
 from sqlitedict import SqliteDict
 
 from affinage.cluster.processes import Processes
-from affinage.data.hub_answers import is_of_the_network, limit_requests
-from affinage.errors import UserError, did_you_mean, first_line
+from affinage.data.hub_answers import limit_requests
+from affinage.errors import UserError, did_you_mean, first_line, is_of_network
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, POCKET_TASKS, is_offline, on_hub
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
@@ -81,7 +81,8 @@ def load_tasks(
     manager = task_manager([task["task"] for task in tasks if not _is_own(task)])
     loaded: dict[str, Task] = {}
     for spec in map(dict, tasks):
-        name, where, is_own, is_remote = spec["task"], str(spec.pop("where", spec["task"])), _is_own(spec), on_hub(spec)
+        name, where = spec["task"], str(spec.pop("where", spec["task"]))
+        is_own, is_remote = _is_own(spec), on_hub(spec)
         try:
             if is_own:
                 _check_metrics(spec)
@@ -99,7 +100,7 @@ def load_tasks(
             raise UserError(error.what, where=error.where or where, fix=error.fix) from error
         except (Exception, SystemExit) as error:
             of_a_library = isinstance(error, OSError) and error.errno is None  # an error of a file here has a number
-            if is_remote and (of_a_library or (isinstance(error, Exception) and is_of_the_network(error))):
+            if is_remote and (of_a_library or (isinstance(error, Exception) and is_of_network(error))):
                 what = f"the items of {name} cannot be fetched from {huggingface_hub.constants.ENDPOINT}"
                 raise UserError(f"{what}: {first_line(error)}", where=where, fix=_OFFLINE) from error
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # of the machine

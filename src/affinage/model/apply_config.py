@@ -78,7 +78,7 @@ class ApplyConfig:
     # Places in the flattened tokens of each of R equal parts of the rows, whose logits [R, P, V] are wanted.
     logit_positions: Int[Array, "R P"] | None = None
     attention: AttentionImplementation = "auto"  # see `affinage.model.layers.attention`
-    platform: str = field(default_factory=jax.default_backend)  # what is compiled for: "cpu", "gpu" or "tpu"
+    platform: str = field(default_factory=lambda: jax.default_backend())  # what is compiled for: "cpu", "gpu" or "tpu"
     capability: tuple[int, int] | None = field(default_factory=lambda: capability_of(jax.local_devices()[0]))
     remat: Callable[..., Any] | None = None  # what of each layer is kept: a policy of `jax.checkpoint`; None: all
     planned: bool = False  # traced for a plan only: choices are not logged

@@ -94,7 +94,7 @@ def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> tupl
 
     def check(url: str) -> tuple[str, str]:
         try:
-            return version_of(url, again=True), "the server gives no version"
+            return version_of(url), "the server gives no version"
         except Exception as error:  # each library has its own
             return "", first_line(error.__cause__ or error)
 

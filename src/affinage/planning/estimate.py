@@ -120,13 +120,13 @@ class StepTime:
         return ", ".join(f"{name} {part / self.seconds:.0%}" for name, part in self.parts.items() if part)
 
 
-def step_time(device: PerDevice, where: Slice, *, whole: PerDevice | None = None) -> StepTime:
-    """The time of one training step on a slice.
+def step_time(device: PerDevice, *, whole: PerDevice | None = None) -> StepTime:
+    """The time of one training step.
 
     `whole` is a step of one device whose operations are taken in place of the step's own, divided over its devices: a
     bound that needs no trace of the step itself.
     """
-    own = whole or device
+    own, where = whole or device, device.where
     shared = math.prod(device.sizes.values()) / math.prod(own.sizes.values())
     links = links_of(where, device.sizes)
     ops: dict[str, list[Op]] = {node.name: [] for node in device.graph.nodes}
@@ -364,9 +364,9 @@ def choose_remat(device: PerDevice) -> Choice:
 
     If the memory is not known nothing is computed again. Layers that are updated one by one leave no choice.
     """
-    capacity, choices = device.chip.memory_per_device or 0, []
+    capacity, choices = device.where.chip.memory_per_device or 0, []
     for remat in (LAYERWISE_REMAT,) if device.settings.optimizer_in_backward else LADDER:
-        if device.platform == "cpu" and not isinstance(remat, str):
+        if device.where.platform == "cpu" and not isinstance(remat, str):
             continue
         parallel = device.parallel.model_copy(update={"remat": remat})
         needed = step_memory(dataclasses.replace(device, parallel=parallel)).total
@@ -381,9 +381,8 @@ def remat_for_devices(
 ) -> Choice:
     """The same for the devices of a mesh that are here. All hosts take what the first of them chose."""
     devices = list(layout.mesh.devices.flat)
-    sizes = dict(layout.mesh.shape)
-    device = PerDevice(graph, settings, sizes, rows, context, parallel, present(devices), devices[0].platform)
-    choice = choose_remat(device)
+    here = Slice("here", present(devices), (len(devices),), (False,), jax.process_count())
+    choice = choose_remat(PerDevice(graph, settings, dict(layout.mesh.shape), rows, context, parallel, here))
     if jax.process_count() > 1:
         index = int(multihost_utils.broadcast_one_to_all(np.int32(LADDER.index(choice.remat))))
         choice = dataclasses.replace(choice, remat=LADDER[index])

@@ -15,14 +15,15 @@ from typing_extensions import override
 
 from affinage.config.parallel import ParallelSettings
 from affinage.config.training import TrainSettings
-from affinage.hardware.chips import Chip, Slice
+from affinage.hardware.chips import Slice
+from affinage.hardware.devices import measured_speed
 from affinage.model import ApplyConfig, Graph, parse
 from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
 from affinage.model.layer import Axes, parameters_in
 from affinage.model.layers.kernels import queries_are_split
-from affinage.parallel import MeshLayout, Pipeline, sharding
-from affinage.parallel.sharding import AXES, STAGES, TABLE
+from affinage.parallel import MeshLayout, Pipeline
+from affinage.parallel.sharding import AXES, STAGES, TABLE, axis_sizes, table_with
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
@@ -45,8 +46,7 @@ class PerDevice:
     rows: int  # sequences of the global batch
     seq_len: int  # tokens of a row
     parallel: ParallelSettings  # how the work is split beside the mesh
-    chip: Chip  # of every device
-    platform: str
+    where: Slice  # the devices
 
     @property
     def micro_batches(self) -> int:
@@ -71,7 +71,7 @@ class PerDevice:
     @cached_property
     def layout(self) -> MeshLayout:
         """The mesh without devices, with its table."""
-        return MeshLayout(_abstract_mesh(self.sizes), sharding.table_with(self.parallel.sharding))
+        return MeshLayout(_abstract_mesh(self.sizes), table_with(self.parallel.sharding))
 
     @property
     def local_rows(self) -> int:
@@ -108,7 +108,7 @@ class PerDevice:
                     ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.layout.parts("experts"))
             if "repeat" in entry:
                 entry["repeat"] //= self.stages
-                if self.platform == "gpu":
+                if self.where.platform == "gpu":
                     entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
         return json.dumps(graph)
 
@@ -130,18 +130,20 @@ class PerDevice:
     @cached_property
     def apply_config(self) -> ApplyConfig:
         """How the whole model is applied, without `remat` and what a pipeline makes of it."""
-        on_gpu, old = self.platform == "gpu", self.chip.name in _BEFORE_HOPPER
-        return replace(
-            sharding.apply_config_on(self.layout, self.settings.attention, self.parallel),
-            compute_dtype=compute_dtype(self.settings.precision, self.chip),
-            platform=self.platform,
+        on_gpu, old = self.where.platform == "gpu", self.where.chip.name in _BEFORE_HOPPER
+        return ApplyConfig(
+            compute_dtype=compute_dtype(self.settings.precision, self.where.chip),
+            attention=self.settings.attention,
+            platform=self.where.platform,
             capability=((8, 0) if old else HOPPER) if on_gpu else None,
+            layout=self.layout,
+            ring_attention=self.parallel.context_attention == "ring",
         )
 
     @property
     def matrix_unit(self) -> int:
         """Rows and columns that a TPU multiplies at once; 1 on other chips, whose units are smaller than any model."""
-        return 1 if self.platform != "tpu" else 256 if self.chip.name in _WIDER_UNITS else 128
+        return 1 if self.where.platform != "tpu" else 256 if self.where.chip.name in _WIDER_UNITS else 128
 
     @cached_property
     def traced(self) -> Traced:
@@ -151,7 +153,7 @@ class PerDevice:
         texts = (self._local_text, self.settings.model_dump_json(), self.parallel.model_dump_json(exclude=elsewhere))
         rows, neighbors, parts = self.local_rows // self.stages, self.layout.parts("sequence"), self.pipeline_parts
         shape = (rows, self.local_seq_len, neighbors, self.stages, parts)
-        key = (*texts, *shape, str(self.apply_config.compute_dtype), self.platform, self.apply_config.capability)
+        key = (*texts, *shape, str(self.apply_config.compute_dtype), self.where.platform, self.apply_config.capability)
         if key not in _traces:
             if len(_traces) == _MOST_TRACES:
                 _traces.clear()
@@ -160,8 +162,7 @@ class PerDevice:
         shares: dict[tuple[int, ...], float] = {}
         pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
         for whole, local in pairs:
-            spec = sharding.partition_spec(whole.axes, self.layout.mesh, self.layout.table)
-            own = NamedSharding(self.layout.mesh, spec).shard_shape(whole.shape)
+            own = NamedSharding(self.layout.mesh, self.layout.spec(whole.axes)).shard_shape(whole.shape)
             share = math.prod(own) / local.size
             shares[local.shape] = min(shares.get(local.shape, 1.0), share)
         nodes = self.local_graph.nodes
@@ -172,7 +173,7 @@ class PerDevice:
             kernel_flops={node.name: self._kernel_flops(node) for node in nodes},
             matrix_unit=self.matrix_unit,
         )
-        return walk(jaxpr, self.platform, weights)
+        return walk(jaxpr, self.where.platform, weights)
 
     def _trace(self) -> tuple[Jaxpr, int]:
         """The training step of one device, and how many of its arguments are weights (the first ones)."""
@@ -200,7 +201,7 @@ class PerDevice:
         if attention is None:
             return 0.0
         head, first = attention.head_width(self.graph.shapes[node.inputs[0]].width), 0
-        if self.platform == "tpu" and queries_are_split(self.seq_len, self.layout.parts("sequence")):
+        if self.where.platform == "tpu" and queries_are_split(self.seq_len, self.layout.parts("sequence")):
             first = self.seq_len - self.local_seq_len
         pairs, rows = attention.pairs(self.seq_len, first), self.local_rows / self.pipeline_parts
         return 2.0 * rows * attention.heads * pairs * head * padding(head, self.matrix_unit)
@@ -215,18 +216,20 @@ def per_device(
     parallel: ParallelSettings,
 ) -> PerDevice:
     """Divide a training over the devices of a slice; UserError, as of a training: mesh, batch, model do not divide."""
-    sizes = sharding.axis_sizes(mesh, where.devices, all_of_them=True)
+    sizes = axis_sizes(mesh, where.devices, all_of_them=True)
+    if where.platform == "cpu":
+        flops, bandwidth = measured_speed()
+        chip = replace(where.chip, float32_flops=flops, memory_bandwidth=bandwidth)
+        where = replace(where, chip=chip)
     if all(name != "tokens" for name, _ in graph.inputs):
         seq_len = 1
     if settings.optimizer_in_backward:
         parallel = parallel.model_copy(update={"remat": LAYERWISE_REMAT})
     rows = rows_per_step(settings, where.devices)
-    device = PerDevice(graph, settings, sizes, rows, seq_len, parallel, where.chip, where.platform)
-    sharding.check_axes_used(graph, sizes, device.layout.table)
-    sharding.check_rows_divide(rows, device.micro_batches, device.layout.mesh, device.layout.table)
-    sharding.check_positions_divide(seq_len, device.layout.mesh, device.layout.table)
+    device = PerDevice(graph, settings, sizes, rows, seq_len, parallel, where)
+    device.layout.check(graph, rows, device.micro_batches, seq_len)
     if device.stages > 1:
-        device.pipeline.check(graph, rows // device.micro_batches, device.apply_config)
+        device.pipeline.check(graph, rows // device.micro_batches, device.layout)
     check_update(device.split, settings, in_stages=device.stages > 1)
     return device
 

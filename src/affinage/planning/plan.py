@@ -15,7 +15,6 @@ from affinage.config.recipe import Recipe
 from affinage.config.training import DpoSettings, TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import COMPARED, Slice, find_slice, memory_text, slice_of
-from affinage.hardware.devices import measured_speed
 from affinage.model import Graph, parse
 from affinage.model.graph import preference_graph
 from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
@@ -124,7 +123,6 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     model do not divide.
     """
     section, settings, seq_len = training_settings(recipe)
-    where = measured(where)
     device = per_device(graph, settings, recipe.mesh, seq_len, where, recipe.parallel)
     choice = choose_remat(device) if recipe.parallel.remat == "auto" else None
     if choice is not None:
@@ -132,23 +130,23 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
         device = dataclasses.replace(device, parallel=parallel)
     facts = facts_of(graph, settings, device.rows, device.seq_len, data_tokens)
     # The claims are about pretraining.
-    claimed = contradictions(facts, recipe.claims) if recipe.claims and section == "pretrain" else []
+    claimed = tuple(contradictions(facts, recipe.claims)) if recipe.claims and section == "pretrain" else ()
     # A recipe's price is that of the chips of its own slice, or, if it names none, of whatever is planned for.
     own, price, source = _own_slice(recipe), recipe.hardware.price, "hardware.price"
     if price is None or (own and find_slice(own).chip.name != where.chip.name):
         price, source = where.chip.price, _REMEMBERED
-    memory, time, capacity = step_memory(device), step_time(device, where), where.chip.memory_per_device or 0
+    memory, time, capacity = step_memory(device), step_time(device), where.chip.memory_per_device or 0
     seconds, peak = time.seconds * facts.steps, where.chip.flops_per_device
     cost = None if price is None else price * where.chips * seconds / _HOUR
     return Plan(
         recipe=recipe,
         section=section,
-        where=where,
+        where=device.where,
         device=device,
         memory=memory,
         time=time,
         facts=facts,
-        contradictions=tuple(claimed),
+        contradictions=claimed,
         price=price,
         price_source=source,
         choice=choice,
@@ -183,13 +181,12 @@ def forecast(
     where = slice_of(device_kind, devices)
     if where is None:
         return None
-    where = measured(where)
     settings = settings.model_copy(update={"batch_size": rows, "per_device_batch_size": None})
     try:
         device = per_device(graph, settings, {} if where.platform == "cpu" else mesh, context, where, parallel)
     except UserError:
         return None
-    return step_memory(device), step_time(device, where)
+    return step_memory(device), step_time(device)
 
 
 def _own_slice(recipe: Recipe) -> str | None:
@@ -215,15 +212,6 @@ def compare(recipe: Recipe, graph: Graph) -> tuple[list[Plan], list[tuple[Slice,
     return plans, refused
 
 
-def measured(where: Slice) -> Slice:
-    """The slice with the speed of a processor, which has to be measured."""
-    if where.platform != "cpu":
-        return where
-    flops, bandwidth = measured_speed()
-    chip = dataclasses.replace(where.chip, float32_flops=flops, memory_bandwidth=bandwidth)
-    return dataclasses.replace(where, chip=chip)
-
-
 def _warnings(plan: Plan) -> Iterator[str]:
     device, time, unit = plan.device, plan.time, plan.device.matrix_unit
     if not plan.fits:
@@ -244,7 +232,7 @@ def _warnings(plan: Plan) -> Iterator[str]:
             graph = device.graph.to_dict()
             graph["nodes"][node.name]["attention"]["dropout"] = 0.0
             without = dataclasses.replace(device, graph=parse(graph))
-            then = f"{step_time(without, plan.where).seconds:.3g} s and {memory_text(step_memory(without).total)}"
+            then = f"{step_time(without).seconds:.3g} s and {memory_text(step_memory(without).total)}"
             yield (
                 f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are computed and kept. "
                 f"With `--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now "

@@ -20,7 +20,7 @@ from affinage.model import Graph
 from affinage.parallel.sharding import AXES
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
-from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
+from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, training_settings
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.state import split_params
@@ -90,10 +90,9 @@ def search(
     _, settings, _ = training_settings(recipe)
     whole = settings.model_copy(update={"gradient_accumulation_steps": 1})
     check_update(split_params(graph, settings), whole, in_stages=False)  # what no candidate could change
-    where = measured(where)
     progress(f"the ways to split {recipe.name} over {where.name}")
     wholes: dict[str, PerDevice] = {}
-    queue = [(order(each, bound(device, where, wholes)), each) for each, device in candidates(recipe, graph, where)]
+    queue = [(order(each, bound(device, wholes)), each) for each, device in candidates(recipe, graph, where)]
     estimated = 0
     for share in (NEARLY_FULL, 1.0):
         refused: list[Candidate] = []
@@ -156,7 +155,7 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Can
             yield Candidate(mesh, parts, remat), replace(device, parallel=parallel)
 
 
-def bound(device: PerDevice, where: Slice, wholes: dict[str, PerDevice]) -> float:
+def bound(device: PerDevice, wholes: dict[str, PerDevice]) -> float:
     """Seconds that a step cannot stay below: its share of the whole step's operations, its own collectives and bubble.
 
     The whole step is that of one device with all rows at once; `wholes` has one for each preset of `remat`.
@@ -165,7 +164,7 @@ def bound(device: PerDevice, where: Slice, wholes: dict[str, PerDevice]) -> floa
     if kind not in wholes:
         settings = device.settings.model_copy(update={"gradient_accumulation_steps": 1})
         wholes[kind] = replace(device, settings=settings, sizes=dict.fromkeys(AXES, 1))
-    return _BOUND * step_time(device, where, whole=wholes[kind]).seconds
+    return _BOUND * step_time(device, whole=wholes[kind]).seconds
 
 
 def order(candidate: Candidate, seconds: float) -> Order:
@@ -218,7 +217,7 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
         wholes: dict[str, PerDevice] = {}
         for number, mesh in enumerate(meshes):
             try:
-                seconds = bound(per_device(graph, sized, mesh, seq_len, where, parallel), where, wholes)
+                seconds = bound(per_device(graph, sized, mesh, seq_len, where, parallel), wholes)
             except UserError:
                 continue
             queue.append(((seconds, number), recipe.model_copy(update={name: sized, "mesh": mesh})))
