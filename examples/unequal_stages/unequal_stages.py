@@ -20,7 +20,7 @@ from jaxtyping import Array
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, Graph, Loss, abstract_params, apply_part, decayed, init_params, logical_axes
-from affinage.parallel.sharding import MeshLayout, batch_sharding, check_rows_divide, param_shardings, replicated
+from affinage.parallel.sharding import MeshLayout, replicated
 from affinage.training.optimizer import make_optimizer
 from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.step import make_update
@@ -92,7 +92,7 @@ class GroupedTraining:
         if settings.batch_size is None:
             raise UserError("groups of devices need `batch_size`, the sequences over all of them", where="batch_size")
         for stage in self.stages:
-            check_rows_divide(settings.batch_size, settings.gradient_accumulation_steps, stage.mesh, stage.layout.table)
+            stage.layout.check_rows(settings.batch_size, settings.gradient_accumulation_steps)
         self._calls = [
             ApplyConfig(compute_dtype=compute_dtype, platform=stage.mesh.devices.flat[0].platform, layout=stage.layout)
             for stage in self.stages
@@ -129,7 +129,7 @@ class GroupedTraining:
 
     def _shardings(self, stage: _Stage, dtype: jnp.dtype) -> PyTree:
         abstract = stage.own(abstract_params(self.graph, dtype))
-        return param_shardings(stage.mesh, stage.own(logical_axes(self.graph)), abstract, stage.layout.table)
+        return stage.layout.param_shardings(stage.own(logical_axes(self.graph)), abstract)
 
     # ---- the step ----
 
@@ -159,7 +159,7 @@ class GroupedTraining:
         batches: list[Arrays] = []
         sums: dict[str, Any] = {}
         for index, stage in enumerate(self.stages):
-            batches.append(jax.device_put(dict(rows), batch_sharding(stage.mesh, stage.layout.table)))
+            batches.append(jax.device_put(dict(rows), stage.layout.batch_sharding))
             entered.append({name: self._sent(values[name], stage) for name in stage.entering})
             leaving, losses, metrics = self._forward[index](states[index].params, entered[-1], batches[-1], keys[index])
             values |= leaving
@@ -212,7 +212,7 @@ class GroupedTraining:
         return new, {**means, **report, "loss_tokens": targets}
 
     def _sent(self, x: Array, stage: _Stage) -> Array:
-        return jax.device_put(x, batch_sharding(stage.mesh, stage.layout.table))
+        return jax.device_put(x, stage.layout.batch_sharding)
 
     # ---- what the groups compile ----
 

@@ -18,7 +18,7 @@ from affinage.evaluation.scoring import (
 )
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
-from affinage.hardware.chips import named
+from affinage.hardware.chips import CHIPS
 from affinage.model.forward import abstract_params, logical_axes
 from affinage.parallel import MeshLayout, make_mesh, serving_layout, table_with
 from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_llama
@@ -116,7 +116,7 @@ def test_as_many_rows_as_the_memory_holds(monkeypatch):
     row = bytes_of_a_row(model, "cpu") / MEMORY_SHARE
 
     def rows_in(capacity: float, of=model) -> int:
-        chip = replace(named("TPU v4"), usable_bytes=int(capacity))
+        chip = replace(CHIPS["TPU v4"], usable_bytes=int(capacity))
         monkeypatch.setattr(scoring, "present", lambda devices: chip)
         return rows_that_fit(of)
 

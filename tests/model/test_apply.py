@@ -23,8 +23,7 @@ from affinage.model import (
     parse,
     to_nnx,
 )
-from affinage.parallel import make_mesh
-from affinage.parallel.sharding import param_shardings
+from affinage.parallel import MeshLayout, make_mesh
 
 LLAMA = parse(tiny_graphs.llama(layers=2, attention={"kv_heads": 2}, scan=True))
 ONE = parse(tiny_graphs.llama(layers=1, attention={"kv_heads": 2}))
@@ -196,7 +195,7 @@ def test_what_a_model_cannot_do_is_refused(graph, length, call, what):
 def test_training_by_nnx_on_two_devices_is_the_same_function():
     mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
     params = tiny_graphs.random_params(ONE)
-    shardings = param_shardings(mesh, logical_axes(ONE), abstract_params(ONE))
+    shardings = MeshLayout(mesh).param_shardings(logical_axes(ONE), abstract_params(ONE))
     module = to_nnx(ONE, jax.device_put(params, shardings), mesh)
     assert module.nodes["embed"]["embedding"].get_metadata()["logical_axes"] == ("vocab", "embed")
     optimizer, batch = nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param), {"tokens": random_tokens(2, 6)}

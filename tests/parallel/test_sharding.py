@@ -12,8 +12,8 @@ import tiny_graphs
 from affinage.errors import UserError
 from affinage.model import abstract_params, apply, logical_axes
 from affinage.model.apply_config import ApplyConfig
-from affinage.parallel import make_mesh, param_shardings, serving_layout
-from affinage.parallel.sharding import AXES, across_slices, check_rows_divide, partition_spec
+from affinage.parallel import MeshLayout, make_mesh, serving_layout
+from affinage.parallel.sharding import AXES, across_slices
 
 
 def mesh(**sizes: int | str) -> jax.sharding.Mesh:
@@ -59,19 +59,19 @@ def test_sizes_that_cannot_be_are_refused(sizes: dict, named: str):
     ids=str,
 )
 def test_the_table(axes: tuple, expected: P):
-    assert partition_spec(axes, mesh(data=2, fsdp=2, tensor=2)) == expected
-    assert partition_spec(axes, mesh(pipeline=1)) == P(), "axes of size one are left out"
+    assert MeshLayout(mesh(data=2, fsdp=2, tensor=2)).spec(axes) == expected
+    assert MeshLayout(mesh(pipeline=1)).spec(axes) == P(), "axes of size one are left out"
 
 
 def test_a_size_that_does_not_divide_names_the_nearest_that_do():
     with pytest.raises(UserError) as refused:
-        param_shardings(mesh(tensor=4), {"w": ("embed", "heads")}, {"w": shape(16, 6)})
+        MeshLayout(mesh(tensor=4)).param_shardings({"w": ("embed", "heads")}, {"w": shape(16, 6)})
     for named in ("heads = 6 of w", "tensor = 4", "4 or 8"):
         assert named in str(refused.value)
     with pytest.raises(UserError, match="batch 20") as refused:
-        check_rows_divide(20, 2, mesh(data=2, fsdp=4))
+        MeshLayout(mesh(data=2, fsdp=4)).check_rows(20, 2)
     assert "16 or 32" in str(refused.value)
-    check_rows_divide(32, 2, mesh(data=2, fsdp=4))
+    MeshLayout(mesh(data=2, fsdp=4)).check_rows(32, 2)
 
 
 def test_a_model_of_stages_is_served_with_its_weights_split_instead():

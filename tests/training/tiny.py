@@ -17,7 +17,7 @@ from affinage.checkpoint import CheckpointStore
 from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.model import ApplyConfig, Graph, init_params, parse
-from affinage.parallel import make_mesh
+from affinage.parallel import MeshLayout, make_mesh
 from affinage.parallel.strategy import Strategy
 from affinage.training import TrainJob
 from affinage.training.job import Hook
@@ -115,7 +115,7 @@ class Kept:
         of_settings["health"] = [health.spike_window, health.on_spike == "log"]
         self.key = [job.graph.to_dict(), of_settings, dict(job.mesh), job.seed, job.parallel.model_dump(mode="json")]
 
-    def check(self, graph: Graph, rows: int, call: ApplyConfig) -> None: ...
+    def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None: ...
 
     def adapt(self, call: ApplyConfig) -> ApplyConfig:
         return call

@@ -116,17 +116,17 @@ class _Planned:
 
 
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
-    loaded, _ = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
+    # Before JAX is imported, so that mistakes are found at once.
+    loaded, of_run = load(name, overrides, runs, lenient=True)
     from affinage.config.load import load_recipe
-    from affinage.pipeline.models import RECIPE, ROWS, resolve
+    from affinage.pipeline.models import RECIPE, ROWS
     from affinage.planning.plan import only, planned_graph, training_settings
     from affinage.registry import load_plugins
     from affinage.results import SequencesResult, TokenizerResult, read_result
     from affinage.training.optimizer import check_choices
 
-    target = resolve(name, runs)
-    run = target.run or runs / loaded.recipe.name
-    file = str(loaded.path if target.run is None else run / RECIPE)
+    run = of_run or runs / loaded.recipe.name
+    file = str(loaded.path if of_run is None else run / RECIPE)
     changed = [*overrides, *(only(training, loaded.recipe) if training else ())]
     tokenizer = read_result(run / "train-tokenizer", TokenizerResult)
     if tokenizer and tokenizer.vocabulary and loaded.recipe.tokenizer.kind == "char":  # one id for each character
@@ -134,7 +134,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
         automatic = [node for node, settings in nodes if settings.get("vocab") == "auto"]
         changed += [f"model.nodes.{node}.vocab={tokenizer.vocabulary}" for node in automatic]
     if changed != overrides:
-        loaded = load_recipe(file, changed, left_out=None if target.run is None else [])
+        loaded = load_recipe(file, changed, left_out=None if of_run is None else [])
     load_plugins(loaded)
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))

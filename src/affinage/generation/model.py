@@ -18,7 +18,6 @@ from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.embedding import Logits
 from affinage.parallel import MeshLayout
-from affinage.parallel.sharding import batch_sharding
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class LoadedModel:
         """Return `array` with its rows split over the mesh; without a mesh, jit puts it on the device."""
         if self.layout is None:
             return array
-        sharding = batch_sharding(self.layout.mesh, self.layout.table)
+        sharding = self.layout.batch_sharding
         whole = np.asarray(array)  # the same on every host, each of which has some of the devices
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 

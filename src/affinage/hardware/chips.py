@@ -55,7 +55,7 @@ class Chip:
 #   (half of the figures "with sparsity"); 18 NVLinks of 25 GB/s (B200: 50); L4 has PCIe only.
 # Prices are orders of magnitude to compare slices by; nobody looked them up.
 # fmt: off
-CHIPS: tuple[Chip, ...] = (
+CHIPS = {known.name: known for known in (
     Chip("TPU v2", r"TPU v2", 2, 45e12, None, 16 * GiB, 700e9, 4, 62e9, int(7.5 * GiB), 0.9, 3e9, 1.125),
     Chip("TPU v3", r"TPU v3", 2, 123e12, None, 32 * GiB, 900e9, 4, 82e9, int(15.5 * GiB), 0.9, 3e9, 2.0),
     Chip("TPU v4", r"TPU v4", 1, 275e12, None, 32 * GiB, 1200e9, 6, 50e9, int(30.75 * GiB), 0.9, 6.25e9, 3.22),
@@ -73,19 +73,14 @@ CHIPS: tuple[Chip, ...] = (
     Chip("B200", r"NVIDIA B200.*", 1, 2250e12, 75e12, 180 * 10**9, 8000e9, 18, 50e9, None, 0.8, 50e9, 5.6),
     Chip("L4", r"NVIDIA L4", 1, 121e12, 30.3e12, 24 * 10**9, 300e9, 1, 32e9, None, 0.8, 3e9, 0.71),
     Chip("CPU", r"cpu"),  # its peak depends on cores, clock and vector width, which JAX does not tell
-)
+)}
 # fmt: on
 
 
 def chip(device_kind: str) -> Chip:
     """Return the chip that JAX calls `device_kind`; one without figures if the table does not have it."""
-    known = (chip for chip in CHIPS if re.fullmatch(chip.device_kinds, device_kind))
+    known = (chip for chip in CHIPS.values() if re.fullmatch(chip.device_kinds, device_kind))
     return next(known, Chip(device_kind, re.escape(device_kind)))
-
-
-def named(name: str) -> Chip:
-    """Return the chip that people call `name`, as in the table."""
-    return next(known for known in CHIPS if known.name == name)
 
 
 # ---- slices ----
@@ -199,7 +194,7 @@ def _gpus(name: str, word: str, count: int) -> Slice:
         share = float(os.environ.get(variable, _JAX_TAKES))
     except ValueError as error:
         raise UserError(f"{os.environ[variable]!r} is not a number", where=variable, fix="Such as 0.9.") from error
-    known = named(_GPUS[word])
+    known = CHIPS[_GPUS[word]]
     gpu = dataclasses.replace(known, usable_bytes=int(share * (known.memory_bytes or 0)))
     return Slice(name, gpu, (boxes, count // boxes), (False, False), boxes)
 
@@ -218,7 +213,7 @@ def _tpus(name: str, word: str, number: int) -> Slice:
     topology = f"{family.topology}:{'x'.join(map(str, shape))}" if family.topology else ""
     # Of v5e and v6e there are machines with 8 chips, used for slices that fit into one.
     hosts = 1 if chips <= family.largest_host else -(-chips // 4)
-    return Slice(name, named(family.chip), shape, wrap, hosts, topology, family.variant)
+    return Slice(name, CHIPS[family.chip], shape, wrap, hosts, topology, family.variant)
 
 
 def _torus_shape(chips: int, dimensions: int) -> tuple[int, ...]:

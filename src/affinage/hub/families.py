@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from affinage.errors import UserError
 from affinage.model.graph import Graph, Node, parse
-from affinage.model.layer import PyTree, map_parameters
+from affinage.model.layer import Layer, PyTree, map_parameters
 from affinage.model.layers.block import TransformerBlock
 from affinage.model.layers.dense import Dropout, LayerNorm, RmsNorm
 from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
@@ -31,7 +31,7 @@ Tensors = Mapping[str, NDArray[Any]]
 Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
 
 # The nodes of a decoder in the order of the chain, by their role. Positions and dropout may be missing.
-_ROLES: dict[str, tuple[type, ...]] = {
+_ROLES: dict[str, tuple[type[Layer], ...]] = {
     "embed": (Embedding,),
     "positions": (LearnedPositions,),
     "drop": (Dropout,),
@@ -45,7 +45,6 @@ _ROPE = "blocks.attention.rope"
 _TRAINING_ONLY = re.compile(
     r"drop\..*|context|logits\.vocab|.*\.(dropout|init_std|load_balance_weight|z_loss_weight|capacity_factor)"
 )
-REQUIRED = object()
 # Keys that change neither logits nor gradients: names, versions, ids for tokenizers, how transformers computes, what
 # configurations of other tasks leave behind, and a window that `use_sliding_window: false` switches off.
 _INERT = frozenset(
@@ -101,17 +100,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield path, value
 
 
-@dataclass(frozen=True)
-class Key:
-    """A key of config.json and the settings of the graph that it gives; see families.yaml."""
-
-    name: str
-    settings: Sequence[str]
-    default: Any = REQUIRED
-    nullable: bool = False
-    values: Sequence[Any] = ()
-
-
 class Stored(NamedTuple):
     """A tensor of transformers, and the part of a parameter of the graph that it is: all, or that of a layer or expert.
 
@@ -132,7 +120,7 @@ class FamilySpec:
 
     model_type: str
     architecture: str  # the class in transformers
-    keys: tuple[Key, ...]
+    keys: Mapping[str, Mapping[str, Any]]  # of config.json -> settings of the graph, default, nullable, values
     constants: Settings
     fixed: Mapping[str, Sequence[Any]]  # key of config.json -> values that compute the same as the graph
     rope_theta: float | None  # where config.json has none; None: the family has no rotary positions
@@ -147,7 +135,7 @@ class FamilySpec:
 
     def _values(self, settings: Settings) -> dict[str, Any]:
         values: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        values |= {key.name: settings.get(key.settings[0]) for key in self.keys}
+        values |= {name: settings.get(key["settings"][0]) for name, key in self.keys.items()}
         values = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
         if self.rope_theta is not None:
             values |= _rope_to_config(settings.get(_ROPE))
@@ -156,15 +144,15 @@ class FamilySpec:
     def from_config(self, values: Mapping[str, Any], where: str) -> tuple[int, dict[str, Any]]:
         """Return the context and the `model:` of a recipe. Raises UserError for a value that the graph cannot honor."""
         settings = dict(self.constants)
-        for key in self.keys:
-            value = values.get(key.name)
-            if value is None and not (key.nullable and key.name in values):
-                value = key.default
-            elif key.values and value not in key.values:
-                raise _refused(key.name, value, where)
-            if value is REQUIRED:
-                raise UserError(f"`{key.name}` is missing", where=where, fix="Add it, or export the model again.")
-            settings |= dict.fromkeys(key.settings, value)
+        for name, key in self.keys.items():
+            value = values.get(name)
+            if value is None and not (key.get("nullable") and name in values):
+                if "default" not in key:
+                    raise UserError(f"`{name}` is missing", where=where, fix="Add it, or export the model again.")
+                value = key["default"]
+            elif value not in key.get("values", [value]):
+                raise _refused(name, value, where)
+            settings |= dict.fromkeys(key["settings"], value)
         if self.rope_theta is not None:
             settings[_ROPE] = _rope_from_config(values, self.rope_theta, where)
         context = settings.pop("context")
@@ -179,14 +167,14 @@ class FamilySpec:
 
     def unknown(self, values: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys with a value that neither the graph uses nor transformers' class of this family knows."""
-        known = {key.name for key in self.keys} | set(self.fixed) | _INERT
+        known = {*self.keys, *self.fixed, *_INERT}
         known |= {"layer_types", "n_ctx"} | (set(_ROPE_KEYS) if self.rope_theta is not None else set())
         return tuple(name for name, value in values.items() if value is not None and name not in known)
 
     def differences(self, settings: Settings) -> dict[str, tuple[Any, Any]]:
         """The settings in which a graph differs from what its config.json would say: {path: (its, the family's)}."""
         values = self._values({"context": 1, **settings})
-        values = {key.name: 1 for key in self.keys if key.default is REQUIRED} | values
+        values = {name: 1 for name, key in self.keys.items() if "default" not in key} | values
         try:
             theirs = decoder_settings(parse(self.from_config(values, "")[1]))
         except UserError as error:
@@ -266,14 +254,11 @@ def _model(settings: Settings) -> dict[str, Any]:
     for path, value in settings.items():
         *within, name = path.split(".")
         reduce(lambda tree, key: tree.setdefault(key, {}), within, nodes)[name] = value
-    kinds = {"embed": "embedding", "positions": "learned_positions", "drop": "dropout"}
-    kinds |= {"blocks": "transformer_block", "logits": "unembed"}
     before, chain = "tokens", {}
     for role, written in nodes.items():
-        if role in _OPTIONAL and not any(written.values()):
-            continue
-        chain[role] = {"kind": kinds.get(role), "in": before, **written}
-        before = role
+        if role not in _OPTIONAL or any(written.values()):
+            chain[role] = {"kind": _ROLES[role][0].kind_name, "in": before, **written}
+            before = role
     chain["loss"] = {"kind": "next_token_loss", "in": ["logits", "tokens"]}
     return {"inputs": ["tokens"], "nodes": chain}
 
@@ -352,7 +337,7 @@ class Architecture(NamedTuple):
 def _family(model_type: str, spec: Mapping[str, Any]) -> FamilySpec:
     layer = {f"blocks.{ours}": f"{spec['prefix']}.{{layer}}.{theirs}" for ours, theirs in spec["layer"].items()}
     fields = {name: spec[name] for name in ("architecture", "constants", "fixed", "rope_theta", "transposed")}
-    keys = tuple(Key(name, **key) for name, key in spec["keys"].items() if key is not None)
+    keys = {name: key for name, key in spec["keys"].items() if key is not None}
     return FamilySpec(model_type, keys=keys, tensors=spec["tensors"] | layer, **fields)
 
 

@@ -1,10 +1,7 @@
 """Parallel: a graph and a mesh become one compiled step."""
 
 from affinage.parallel.sharding import MeshLayout as MeshLayout
-from affinage.parallel.sharding import apply_config_on as apply_config_on
-from affinage.parallel.sharding import batch_sharding as batch_sharding
 from affinage.parallel.sharding import make_mesh as make_mesh
-from affinage.parallel.sharding import param_shardings as param_shardings
 from affinage.parallel.sharding import replicated as replicated
 from affinage.parallel.sharding import serving_layout as serving_layout
 from affinage.parallel.sharding import serving_table as serving_table

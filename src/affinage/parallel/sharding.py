@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -12,10 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from affinage.config.parallel import LogicalAxis, MeshAxis, ParallelSettings
-from affinage.config.training import AttentionImplementation
+from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.errors import UserError
-from affinage.model.apply_config import ApplyConfig, Axes, Layout
+from affinage.model.apply_config import Axes, Layout
 from affinage.model.graph import Graph
 from affinage.model.layer import SEQUENCE, parameters_in
 
@@ -125,24 +124,6 @@ def table_with(replaced: Lines) -> Table:
     return table
 
 
-def partition_spec(axes: Axes, mesh: Mesh, table: Table = TABLE, without: Collection[str] = ()) -> PartitionSpec:
-    """The split of an array with the given logical axes; None in `axes` is never split.
-
-    A mesh axis splits an array once: where two logical axes claim it, the one further left has it. Mesh axes of size 1
-    are left out, so that specs of equal meaning are equal, and so are those of `without`.
-    """
-    taken: set[str] = set()
-    parts: list[tuple[str, ...] | str | None] = []
-    for axis in axes:
-        claimed = [name for name in table[axis] if mesh.shape[name] > 1 and name not in taken] if axis else []
-        taken.update(claimed)
-        names = [name for name in claimed if name not in without]
-        parts.append(tuple(names) if len(names) > 1 else names[0] if names else None)
-    while parts and parts[-1] is None:
-        parts.pop()
-    return PartitionSpec(*parts)
-
-
 @dataclass(frozen=True)
 class MeshLayout(Layout):
     """Arrays split over a mesh as the table says; without pins XLA may gather the rows instead of the weights."""
@@ -152,6 +133,73 @@ class MeshLayout(Layout):
 
     def __hash__(self) -> int:
         return hash((self.mesh, frozenset(self.table.items())))
+
+    def spec(self, axes: Axes, without: Collection[str] = ()) -> PartitionSpec:
+        """The split of an array with the given logical axes; None in `axes` is never split.
+
+        A mesh axis splits an array once: where two logical axes claim it, the one further left has it. Mesh axes of
+        size 1 are left out, so that specs of equal meaning are equal, and so are those of `without`.
+        """
+        taken: set[str] = set()
+        parts: list[tuple[str, ...] | str | None] = []
+        for axis in axes:
+            claimed = [name for name in self.mesh_axes(axis) if name not in taken] if axis else []
+            taken.update(claimed)
+            names = [name for name in claimed if name not in without]
+            parts.append(tuple(names) if len(names) > 1 else names[0] if names else None)
+        while parts and parts[-1] is None:
+            parts.pop()
+        return PartitionSpec(*parts)
+
+    @cached_property
+    def batch_sharding(self) -> NamedSharding:
+        """The split of a batch's arrays along their first axis, the rows."""
+        return NamedSharding(self.mesh, self.spec(("batch",)))
+
+    def param_shardings(self, axes: PyTree, abstract: PyTree) -> PyTree:
+        """A NamedSharding for every parameter, of trees of its logical axes and of `jax.ShapeDtypeStruct`.
+
+        UserError: a size does not divide over its mesh axes.
+        """
+
+        def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: Axes) -> NamedSharding:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            spec = self.spec(axes)
+            for size, axis, part in zip(shape.shape, axes, spec, strict=False):
+                over = (part,) if isinstance(part, str) else part or ()
+                self._require_divisible(f"{axis} = {size} of {name}", size, over, where="mesh")
+            return NamedSharding(self.mesh, spec)
+
+        return jax.tree_util.tree_map_with_path(one, abstract, axes)
+
+    def check(self, graph: Graph, rows: int, micro_batches: int, seq_len: int) -> None:
+        """Refuse, by a UserError, a batch that does not split evenly over the mesh, or an axis that splits nothing.
+
+        All devices of such an axis would do the same work; that of a pipeline is left to `Pipeline.check`. `seq_len`:
+        tokens of a row, 0 of models without.
+        """
+        self.check_rows(rows, micro_batches)
+        used = {"batch", *(name for parameter in parameters_in(graph.parameters) for name in parameter.axes if name)}
+        if any(SEQUENCE in shape.dims for _, shape in graph.inputs):
+            used |= {"sequence", "residual", "keys", "width"}  # of activations alone
+        for axis, size in self.mesh.shape.items():
+            if size > 1 and axis != STAGES and not any(axis in self.table[line] for line in used):
+                what = f"nothing of this model is split along {axis} = {size}"
+                fix = f"Give those {size} devices, which would do the same work, to data or fsdp."
+                raise UserError(what, where="mesh", fix=fix)
+        for line in ("sequence", "residual"):
+            self._require_divisible(f"a context of {seq_len}", seq_len, self.table[line], where="packing.seq_len")
+
+    def check_rows(self, rows: int, micro_batches: int) -> None:
+        """Refuse, by a UserError, a batch of which micro-batches do not split evenly over the mesh."""
+        self._require_divisible(f"batch {rows}", rows, self.mesh_axes("batch"), where="batch_size", times=micro_batches)
+
+    def _require_divisible(self, what: str, size: int, axes: Sequence[str], *, where: str, times: int = 1) -> None:
+        pieces = math.prod(self.mesh.shape[axis] for axis in axes)
+        if size % (pieces * times):
+            split = f"{' x '.join(axes)} = {pieces}" + (f" times {times} micro-batches" if times > 1 else "")
+            nearest = f"The nearest that work: {multiples(size, pieces * times)}."
+            raise UserError(f"{what} does not divide over {split}", where=where, fix=nearest)
 
     @property
     def replicas(self) -> int:
@@ -169,8 +217,7 @@ class MeshLayout(Layout):
     def constrain(self, x: Array, axes: Axes) -> Array:
         if self.mesh.size == 1:
             return x
-        sharding = NamedSharding(self.mesh, partition_spec(axes, self.mesh, self.table))
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(axes)))
 
     @override
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
@@ -193,8 +240,7 @@ class MeshLayout(Layout):
             return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
 
         def specs(tree: Any) -> Any:
-            spec = partial(partition_spec, mesh=self.mesh, table=self.table, without=every - apart)
-            return jax.tree.map(spec, tree, is_leaf=is_axes)
+            return jax.tree.map(partial(self.spec, without=every - apart), tree, is_leaf=is_axes)
 
         return jax.shard_map(
             function,
@@ -219,7 +265,7 @@ class MeshLayout(Layout):
 
     def pin_first(self, x: Float[Array, "N ..."], axis: str) -> Array:
         """Pins the first axis of an array alone; XLA splits the others."""
-        (first,) = partition_spec((axis,), self.mesh, self.table) or (None,)
+        (first,) = self.spec((axis,)) or (None,)
         spec = PartitionSpec(first, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
@@ -235,33 +281,6 @@ class MeshLayout(Layout):
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
-
-
-def batch_sharding(mesh: Mesh, table: Table = TABLE) -> NamedSharding:
-    """The split of a batch's arrays along their first axis, the rows."""
-    return NamedSharding(mesh, partition_spec(("batch",), mesh, table))
-
-
-def apply_config_on(layout: MeshLayout, attention: AttentionImplementation, settings: ParallelSettings) -> ApplyConfig:
-    """How a model is applied on a mesh, as far as a strategy can refuse it."""
-    return ApplyConfig(attention=attention, layout=layout, ring_attention=settings.context_attention == "ring")
-
-
-def param_shardings(mesh: Mesh, axes: PyTree, abstract: PyTree, table: Table = TABLE) -> PyTree:
-    """A NamedSharding for every parameter, of trees of its logical axes and of `jax.ShapeDtypeStruct`.
-
-    UserError: a size does not divide over its mesh axes.
-    """
-
-    def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: Axes) -> NamedSharding:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        spec = partition_spec(axes, mesh, table)
-        for size, axis, part in zip(shape.shape, axes, spec, strict=False):
-            over = (part,) if isinstance(part, str) else part or ()
-            require_divisible(f"{axis} = {size} of {name}", size, over, mesh, where="mesh")
-        return NamedSharding(mesh, spec)
-
-    return jax.tree_util.tree_map_with_path(one, abstract, axes)
 
 
 def serving_layout(
@@ -280,9 +299,9 @@ def serving_layout(
         for axis in ("fsdp", "data")
     ]
     try:
-        return layouts[0], param_shardings(layouts[0].mesh, axes, abstract, table)
+        return layouts[0], layouts[0].param_shardings(axes, abstract)
     except UserError:
-        return layouts[1], param_shardings(layouts[1].mesh, axes, abstract, table)
+        return layouts[1], layouts[1].param_shardings(axes, abstract)
 
 
 def serving_table(replaced: Lines) -> Table:
@@ -294,38 +313,3 @@ def multiples(size: int, pieces: int) -> str:
     """The multiples of `pieces` next to a size."""
     below = size // pieces * pieces
     return " or ".join(str(n) for n in (below, below + pieces) if n)
-
-
-def require_divisible(what: str, size: int, axes: Sequence[str], mesh: Mesh, *, where: str, times: int = 1) -> None:
-    """Refuse a size that `times` the devices along mesh `axes` do not divide, by a UserError with the nearest sizes."""
-    pieces = math.prod(mesh.shape[axis] for axis in axes)
-    if size % (pieces * times):
-        split = f"{' x '.join(axes)} = {pieces}" + (f" times {times} micro-batches" if times > 1 else "")
-        nearest = f"The nearest that work: {multiples(size, pieces * times)}."
-        raise UserError(f"{what} does not divide over {split}", where=where, fix=nearest)
-
-
-def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh, table: Table = TABLE) -> None:
-    """Refuse a batch of which micro-batches cannot be split evenly over the mesh; raises UserError."""
-    axes = [axis for axis in table["batch"] if mesh.shape[axis] > 1]
-    require_divisible(f"batch {rows}", rows, axes, mesh, where="batch_size", times=micro_batches)
-
-
-def check_positions_divide(length: int, mesh: Mesh, table: Table = TABLE) -> None:
-    """Refuse rows whose positions cannot be split evenly over the mesh; raises UserError."""
-    for axis in ("sequence", "residual"):
-        require_divisible(f"a context of {length}", length, table[axis], mesh, where="packing.seq_len")
-
-
-def check_axes_used(graph: Graph, sizes: Mapping[str, int], table: Table) -> None:
-    """Refuse, by a UserError, a mesh with an axis along which nothing of the model is split.
-
-    All its devices would do the same work. The axis of a pipeline is left to `Pipeline.check`.
-    """
-    used = {"batch", *(name for parameter in parameters_in(graph.parameters) for name in parameter.axes if name)}
-    if any(SEQUENCE in shape.dims for _, shape in graph.inputs):
-        used |= {"sequence", "residual", "keys", "width"}  # of activations alone
-    for axis, size in sizes.items():
-        if size > 1 and axis != STAGES and not any(axis in table[line] for line in used):
-            what = f"nothing of this model is split along {axis} = {size}: those {size} devices would do the same work"
-            raise UserError(what, where="mesh", fix="Give them to data or fsdp.")

@@ -57,7 +57,7 @@ class Strategy:
 
     compiler_options: Mapping[str, bool | int | str] = field(default_factory=dict)
 
-    def check(self, graph: Graph, rows: int, config: ApplyConfig) -> None:
+    def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
         """Refuse, by a UserError, a model or rows of a micro-batch that the strategy cannot run on the mesh."""
 
     def adapt(self, config: ApplyConfig) -> ApplyConfig:
@@ -123,8 +123,7 @@ class Pipeline(Strategy):
         return replace(config, layers=self._layers, layout=beside)
 
     @override
-    def check(self, graph: Graph, rows: int, config: ApplyConfig) -> None:
-        layout = cast(MeshLayout, config.layout)
+    def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
         repeated, pieces = [node for node in graph.nodes if node.repeat is not None], layout.stages * self.rounds
         if not repeated:
             fix = "A pipeline's stages are the layers of a node with `repeat`. Use the other axes of the mesh."

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,6 @@ from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
-from affinage.hub.families import with_ids
-from affinage.hub.read import HubModel, hub_facts, read_hub_folder
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
 from affinage.parallel import serving_layout
 from affinage.parallel.sharding import replicated
@@ -38,6 +36,9 @@ from affinage.registry import VARIABLE, load_named_plugins
 from affinage.results import read_json
 from affinage.training.state import kept_frozen
 from affinage.training.trainer import compute_dtype
+
+if TYPE_CHECKING:
+    from affinage.hub.read import HubModel
 
 Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
 Table = Mapping[LogicalAxis, tuple[MeshAxis, ...]]  # lines of the sharding table that a recipe has replaced
@@ -81,6 +82,8 @@ def open_model(
     folder = target.path
     load: Callable[[Any], Any]  # gives the parameters, of abstract ones with shardings
     if target.kind == "hub":
+        from affinage.hub.read import hub_facts, read_hub_folder  # half a second, of huggingface_hub's imports
+
         hub = read_hub_folder(folder)
         graph, tokenizer = hub.graph, fitting_tokenizer(folder, hub.graph.vocabulary)
         facts = hub_facts(folder) | {"context": hub.architecture.context, "precision": {}}
@@ -136,13 +139,16 @@ def _facts_and_graph(folder: Path) -> tuple[dict[str, Any], Graph]:
         raise UserError(error.what, where=error.where or str(folder), fix=fix) from error
 
 
-def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = False, origin: str = "") -> HubModel:
+def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = False, origin: str = "") -> "HubModel":
     """Write `folder`, whole or not at all, from one with config.json, safetensors and a tokenizer.
 
     The recipe in it is called `name`. With `chat_tokens` the vocabulary gets the tokens of ChatML that it lacks; their
     embeddings begin at the mean. Otherwise `origin`, where Hugging Face's libraries find the model, is written down.
     Raises UserError for what cannot be taken over exactly.
     """
+    from affinage.hub.families import with_ids
+    from affinage.hub.read import hub_facts, read_hub_folder
+
     hub = read_hub_folder(source)
     tokenizer, making = fitting_tokenizer(source, hub.graph.vocabulary), folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(making, ignore_errors=True)

@@ -22,8 +22,7 @@ from affinage.errors import UserError
 from affinage.hardware.devices import acquire
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
-from affinage.parallel import MeshLayout, apply_config_on, make_mesh, param_shardings, strategy_for, table_with
-from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
+from affinage.parallel import MeshLayout, make_mesh, strategy_for, table_with
 from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder
 from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params
@@ -219,12 +218,10 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
             initial_params(folder, graph)
         elif recipe.tokenizer.kind == "bpe":
             _check_vocabulary(wanted, graph, "tokenizer.vocab_size")
-        mesh, table = make_mesh(mesh_of(recipe), acquire()), table_with(recipe.parallel.sharding)
+        mesh = make_mesh(mesh_of(recipe), acquire())
+        layout = MeshLayout(mesh, table_with(recipe.parallel.sharding))
         check_update(split_params(graph, settings), settings, in_stages=mesh.shape["pipeline"] > 1)
         rows = rows_per_step(settings, mesh.size)
-        check_rows_divide(rows, micro_batches, mesh, table)
-        check_axes_used(graph, mesh.shape, table)
-        call = apply_config_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
-        strategy_for(mesh, recipe.parallel).check(graph, rows // micro_batches, call)
-        param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
-        check_positions_divide(recipe.packing.seq_len, mesh, table)
+        layout.check(graph, rows, micro_batches, recipe.packing.seq_len)
+        strategy_for(mesh, recipe.parallel).check(graph, rows // micro_batches, layout)
+        layout.param_shardings(logical_axes(graph), abstract_params(graph))

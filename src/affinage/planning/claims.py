@@ -52,12 +52,8 @@ class Contradiction:
     reading: str = ""
 
 
-def contradictions(facts: Facts, claims: Claims) -> list[Contradiction]:
+def contradictions(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     """Every claim that the recipe, or another claim, contradicts."""
-    return [*_contradictions(facts, claims)]
-
-
-def _contradictions(facts: Facts, claims: Claims) -> Iterator[Contradiction]:
     where = find_slice(claims.slice) if claims.slice else None
     tokens, size = claims.tokens or facts.tokens, claims.parameters or facts.active
     # Sequences of a step that give the claimed tokens: equally many on every device.

@@ -22,8 +22,8 @@ from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
 from affinage.model.layer import Axes, parameters_in
 from affinage.model.layers.kernels import queries_are_split
-from affinage.parallel import MeshLayout, Pipeline, sharding
-from affinage.parallel.sharding import AXES, STAGES, TABLE
+from affinage.parallel import MeshLayout, Pipeline
+from affinage.parallel.sharding import AXES, STAGES, TABLE, axis_sizes, table_with
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
@@ -71,7 +71,7 @@ class PerDevice:
     @cached_property
     def layout(self) -> MeshLayout:
         """The mesh without devices, with its table."""
-        return MeshLayout(_abstract_mesh(self.sizes), sharding.table_with(self.parallel.sharding))
+        return MeshLayout(_abstract_mesh(self.sizes), table_with(self.parallel.sharding))
 
     @property
     def local_rows(self) -> int:
@@ -131,11 +131,13 @@ class PerDevice:
     def apply_config(self) -> ApplyConfig:
         """How the whole model is applied, without `remat` and what a pipeline makes of it."""
         on_gpu, old = self.where.platform == "gpu", self.where.chip.name in _BEFORE_HOPPER
-        return replace(
-            sharding.apply_config_on(self.layout, self.settings.attention, self.parallel),
+        return ApplyConfig(
             compute_dtype=compute_dtype(self.settings.precision, self.where.chip),
+            attention=self.settings.attention,
             platform=self.where.platform,
             capability=((8, 0) if old else HOPPER) if on_gpu else None,
+            layout=self.layout,
+            ring_attention=self.parallel.context_attention == "ring",
         )
 
     @property
@@ -160,8 +162,7 @@ class PerDevice:
         shares: dict[tuple[int, ...], float] = {}
         pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
         for whole, local in pairs:
-            spec = sharding.partition_spec(whole.axes, self.layout.mesh, self.layout.table)
-            own = NamedSharding(self.layout.mesh, spec).shard_shape(whole.shape)
+            own = NamedSharding(self.layout.mesh, self.layout.spec(whole.axes)).shard_shape(whole.shape)
             share = math.prod(own) / local.size
             shares[local.shape] = min(shares.get(local.shape, 1.0), share)
         nodes = self.local_graph.nodes
@@ -215,7 +216,7 @@ def per_device(
     parallel: ParallelSettings,
 ) -> PerDevice:
     """Divide a training over the devices of a slice; UserError, as of a training: mesh, batch, model do not divide."""
-    sizes = sharding.axis_sizes(mesh, where.devices, all_of_them=True)
+    sizes = axis_sizes(mesh, where.devices, all_of_them=True)
     if where.platform == "cpu":
         flops, bandwidth = measured_speed()
         chip = replace(where.chip, float32_flops=flops, memory_bandwidth=bandwidth)
@@ -226,11 +227,9 @@ def per_device(
         parallel = parallel.model_copy(update={"remat": LAYERWISE_REMAT})
     rows = rows_per_step(settings, where.devices)
     device = PerDevice(graph, settings, sizes, rows, seq_len, parallel, where)
-    sharding.check_axes_used(graph, sizes, device.layout.table)
-    sharding.check_rows_divide(rows, device.micro_batches, device.layout.mesh, device.layout.table)
-    sharding.check_positions_divide(seq_len, device.layout.mesh, device.layout.table)
+    device.layout.check(graph, rows, device.micro_batches, seq_len)
     if device.stages > 1:
-        device.pipeline.check(graph, rows // device.micro_batches, device.apply_config)
+        device.pipeline.check(graph, rows // device.micro_batches, device.layout)
     check_update(device.split, settings, in_stages=device.stages > 1)
     return device
 

@@ -130,7 +130,7 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
         device = dataclasses.replace(device, parallel=parallel)
     facts = facts_of(graph, settings, device.rows, device.seq_len, data_tokens)
     # The claims are about pretraining.
-    claimed = contradictions(facts, recipe.claims) if recipe.claims and section == "pretrain" else []
+    claimed = tuple(contradictions(facts, recipe.claims)) if recipe.claims and section == "pretrain" else ()
     # A recipe's price is that of the chips of its own slice, or, if it names none, of whatever is planned for.
     own, price, source = _own_slice(recipe), recipe.hardware.price, "hardware.price"
     if price is None or (own and find_slice(own).chip.name != where.chip.name):
@@ -146,7 +146,7 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
         memory=memory,
         time=time,
         facts=facts,
-        contradictions=tuple(claimed),
+        contradictions=claimed,
         price=price,
         price_source=source,
         choice=choice,

@@ -17,7 +17,7 @@ from affinage.model import Adapters, Declared, Graph, Node, abstract_params, log
 from affinage.model.analysis import analyze
 from affinage.model.layer import BATCH, SEQUENCE, parameters_in
 from affinage.parallel import MeshLayout
-from affinage.parallel.sharding import param_shardings, replicated
+from affinage.parallel.sharding import replicated
 from affinage.training.optimizer import map_like_params
 
 PyTree = Any
@@ -150,14 +150,14 @@ def abstract_state(
     The optimizer's arrays and the average are split like the parameter they belong to. `with_window`: with the losses
     that a spike stands out from.
     """
-    mesh, dtype, whole = layout.mesh, jnp.dtype(settings.precision.params), replicated(layout.mesh)
+    dtype, whole = jnp.dtype(settings.precision.params), replicated(layout.mesh)
 
     def on(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def placed(declared: Declared) -> PyTree:
         tree = abstract_params(declared, dtype)
-        return jax.tree.map(on, param_shardings(mesh, logical_axes(declared), tree, layout.table), tree)
+        return jax.tree.map(on, layout.param_shardings(logical_axes(declared), tree), tree)
 
     params = placed(split.trainable)
     opt_state = map_like_params(

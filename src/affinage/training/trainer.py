@@ -15,8 +15,7 @@ from affinage.hardware.chips import Chip, chip
 from affinage.model import ApplyConfig, Declared, apply, decayed, init_params
 from affinage.model.apply_config import capability_of, with_remat
 from affinage.model.layer import BATCH, SEQUENCE
-from affinage.parallel import MeshLayout, Strategy, apply_config_on, batch_sharding, strategy_for, table_with
-from affinage.parallel.sharding import check_axes_used, check_positions_divide, check_rows_divide
+from affinage.parallel import MeshLayout, Strategy, strategy_for, table_with
 from affinage.training.job import HostBatch, TrainJob, rows_per_step
 from affinage.training.layerwise import make_layerwise_optimizer, make_layerwise_step
 from affinage.training.optimizer import make_optimizer
@@ -45,14 +44,11 @@ class Trainer:
         # FLOPs of a step by the convention of `affinage.model.analysis`, and a second of the mesh by the datasheet.
         self.flops_per_step = self.split.step_flops(self.rows, sizes.get(SEQUENCE, 1))
         self.peak_flops = None if self.chip.flops_per_device is None else self.chip.flops_per_device * mesh.size
-        self._batch_sharding = batch_sharding(mesh, self.layout.table)
         if self.rows != (expected := rows_per_step(settings, mesh.size)):
             raise ValueError(f"the feed yields {self.rows} rows a step, the settings say {expected}")
-        check_axes_used(job.graph, mesh.shape, self.layout.table)
-        check_rows_divide(self.rows, settings.gradient_accumulation_steps, mesh, self.layout.table)
-        if SEQUENCE in sizes:
-            check_positions_divide(sizes[SEQUENCE], mesh, self.layout.table)
-        self.strategy.check(job.graph, self.rows // settings.gradient_accumulation_steps, self.apply_config)
+        micro_batches = settings.gradient_accumulation_steps
+        self.layout.check(job.graph, self.rows, micro_batches, sizes.get(SEQUENCE, 0))
+        self.strategy.check(job.graph, self.rows // micro_batches, self.layout)
         # Shapes, dtypes and shardings of the state.
         self.abstract = abstract_state(self.split, settings, self.optimizer, self.layout, with_window=True)
 
@@ -94,11 +90,13 @@ class Trainer:
     @property
     def apply_config(self) -> ApplyConfig:
         """How the graph is applied, without what the strategy makes of it."""
-        return dataclasses.replace(
-            apply_config_on(self.layout, self.job.settings.attention, self.job.parallel),
+        return ApplyConfig(
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
+            attention=self.job.settings.attention,
             platform=self.platform,
             capability=capability_of(self.mesh.devices.flat[0]),
+            layout=self.layout,
+            ring_attention=self.job.parallel.context_attention == "ring",
         )
 
     @property
@@ -115,7 +113,7 @@ class Trainer:
 
     def batches(self, number: int) -> Iterator[HostBatch]:
         """What this process needs of the batches from `number` on, from 0: its rows alone, if it can be."""
-        placed = self._batch_sharding.addressable_devices_indices_map((self.rows,))
+        placed = self.layout.batch_sharding.addressable_devices_indices_map((self.rows,))
         bounds = [index[0].indices(self.rows) for index in placed.values() if index is not None]
         first, last = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
         size, feed = last - first, self.job.feed
@@ -128,7 +126,7 @@ class Trainer:
         """A batch on the devices, its rows split over the mesh; of `rows` in all, this process may have its own."""
         if self.mesh.size == 1 and self.platform == "cpu":  # which takes the host's arrays in a fifth of the time
             return batch
-        sharding = self._batch_sharding
+        sharding = self.layout.batch_sharding
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), sharding)
         return {
@@ -137,7 +135,7 @@ class Trainer:
         }
 
     def _like(self, batch: HostBatch) -> Mapping[str, jax.ShapeDtypeStruct]:
-        sharding = self._batch_sharding
+        sharding = self.layout.batch_sharding
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
 
 
