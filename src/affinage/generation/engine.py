@@ -22,7 +22,7 @@ from affinage.data.special_tokens import PAD
 from affinage.data.tokenizer import REPLACEMENT, Tokenizer
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.generation.sampling import SamplingParams, SamplingTensors, choose
-from affinage.model.forward import init_cache, one_by_one
+from affinage.model.forward import for_decoding, init_cache
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.embedding import Logits, multiply_out
@@ -117,7 +117,7 @@ class Rows(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[int, ...]) -> tuple[Any, Any, Any]:
+def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
     """The jitted programs of a graph; jit keeps one executable per shape. `stops` are the ids that end a text."""
 
     def sharded(cache: Any) -> Any:
@@ -137,6 +137,10 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
             limit=jnp.where(stopped, generated, rows.limit),
         )
         return advanced, jnp.where(done, _NOTHING, chosen)
+
+    @jax.jit
+    def prepare(params: PyTree) -> PyTree:
+        return for_decoding(graph, params, jnp.dtype(dtype))
 
     @partial(jax.jit, static_argnames=("slots", "length"))
     def empty(slots: int, length: int) -> Any:
@@ -173,7 +177,6 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
     @partial(jax.jit, static_argnames=("steps", "span"), donate_argnames=("cache",))
     def decode(params: PyTree, cache: Any, rows: Rows, steps: int, span: int) -> tuple[Any, Int[Array, "B steps"]]:
         """Up to `steps` tokens for every row; only the first `span` places of the cache are read and written."""
-        params = one_by_one(graph, params)
 
         def unfinished(carry: tuple[Array, Any, Rows, Array]) -> Array:
             step, _, rows, _ = carry
@@ -190,7 +193,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
         _, part, _, out = jax.lax.while_loop(unfinished, generate_token, (jnp.int32(0), part, rows, out))
         return sharded(jax.tree.map(lambda old, new: old.at[:, :, :, :span].set(new), cache, part)), out
 
-    return empty, prefill, decode
+    return prepare, empty, prefill, decode
 
 
 class Engine:
@@ -215,7 +218,8 @@ class Engine:
         self.length = min(max_model_len or model.context, model.context)
         self._steps, self._prefix_caching, self._stops = steps, enable_prefix_caching, tuple(model.tokenizer.stops)
         programs = _compiled(model.graph, model.compute_dtype, model.layout, self._stops)
-        self._empty, self._prefill, self._decode = programs
+        prepare, self._empty, self._prefill, self._decode = programs
+        self._params = prepare(model.params)
         self._buckets = [1 << bit for bit in range(6, self.length.bit_length()) if 1 << bit < self.length]
         self._buckets.append(self.length)
         # Short conversations need not read all of a long cache.
@@ -325,7 +329,7 @@ class Engine:
         columns += [np.array([each.ignore_eos for each in params]), SamplingTensors.of(params)]
         cache, self._cache = self._cache or self._empty(slots=self.slots, length=self.length), None
         rows, arrays = jax.tree.map(self.model.place, (Rows(*columns), arrays))
-        self._cache, emitted = program(self.model.params, cache, rows, *arrays, **static)
+        self._cache, emitted = program(self._params, cache, rows, *arrays, **static)
         return emitted
 
     def _events(self, emitted: Array, slots: Sequence[int]) -> list[Event]:

@@ -14,6 +14,7 @@ from jaxtyping import Array, PRNGKeyArray
 from affinage.model.apply_config import ApplyConfig, PyTree
 from affinage.model.graph import Graph, Node
 from affinage.model.layer import BATCH, SEQUENCE, Batch, LayerContext, Loss, Pairs, ParamSpec, Result, map_parameters
+from affinage.model.layers.embedding import Unembed
 from affinage.model.layers.losses import REFERENCE, PreferenceLoss
 from affinage.model.lora import Adapters
 
@@ -64,10 +65,16 @@ def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) 
     return cache
 
 
-def one_by_one(graph: Graph, params: PyTree) -> PyTree:
-    """The parameters with those of each layer apart where layers are not scanned, which `apply` takes as well."""
+def for_decoding(graph: Graph, params: PyTree, dtype: Any) -> PyTree:
+    """The parameters as decoding reads them for every token: matrices in the compute dtype, and layers apart where they
+    are not scanned. `apply` takes them as well, and its results are the same."""
     apart = {node.name: node.layers for node in graph.nodes if node.repeat and not node.scans(jax.default_backend())}
-    return {name: _unstack(tree, apart[name]) if name in apart else tree for name, tree in params.items()}
+    tree = {name: _cast_matrices(own, graph.parameters.get(name, {}), dtype) for name, own in params.items()}
+    last = graph[graph.logits].layer
+    if isinstance(last, Unembed):
+        name, key = (last.shares, "embedding") if last.shares else (graph.logits, "kernel")
+        tree[name] = tree[name] | {key: tree[name][key].astype(dtype)}
+    return {name: _unstack(own, apart[name]) if name in apart else own for name, own in tree.items()}
 
 
 def batch_shapes(graph: Graph, batch: int, context: int) -> dict[str, Any]:
