@@ -1,7 +1,6 @@
 """The verb `eval`: models on benchmarks."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -76,14 +75,14 @@ def evaluate(
 def _evaluate_run(name: str, settings: options.PipelineOptions) -> dict[str, Any]:
     """The results of a run's own evaluation, after running those of its steps that are missing."""
     from affinage.pipeline.models import EVALUATIONS, is_evaluated, resolve, run_of
+    from affinage.results import read_json
 
     run, steps = run_of(resolve(name, settings.runs), settings.runs), [*EVALUATIONS.values()]
     if settings.overrides or settings.force or not is_evaluated(run):
         instead = "Name benchmarks: --tasks julian, or --task my_task.yaml"
         run = run_own_steps(name, settings, "evaluate", steps, instead)
-    files = {step: run / step / "results.json" for step in steps}
-    results = {step: json.loads(file.read_text(encoding="utf-8")) for step, file in files.items() if file.is_file()}
-    return {"run": run.name, "evaluations": results}
+    results = {step: read_json(run / step / "results.json") for step in steps}
+    return {"run": run.name, "evaluations": {step: result for step, result in results.items() if result}}
 
 
 def _evaluate_model(
