@@ -91,7 +91,6 @@ def _evaluate_model(
     """The results of one model, evaluated apart from its recipe, which decides the settings that are None."""
     target, _ = model_of(name, runs)  # before JAX is imported
     from affinage.cluster.processes import init_distributed, placement
-    from affinage.config.data import POCKET_WORLD
     from affinage.evaluation.results import STATE
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
@@ -107,8 +106,7 @@ def _evaluate_model(
     if not tasks:
         raise UserError("no task was named", where=name, fix="For example: --tasks julian, or --task my_task.yaml")
     world = made_from(target.path, "synthesize")
-    worlds = {POCKET_WORLD: world / "tasks"} if world else {}
-    check_names(tasks, worlds, settings.get("data_dir"), where="--tasks")
+    check_names(tasks, settings.get("data_dir"), world, where="--tasks")
     folder = results_folder(name, runs)
     with contextlib.ExitStack() as entered:
         if placement() is not None:
@@ -123,7 +121,7 @@ def _evaluate_model(
                 folder=folder if processes.first else None,
                 facts={STATE: model_fingerprint(target, runs)},
                 keep=folder / "answers.db",
-                task_folders=worlds,
+                world=world,
                 seen=contamination_search(target.path) if searches else None,
                 progress=progress,
                 **settings,
