@@ -10,9 +10,10 @@ import importlib.metadata
 import json
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -64,10 +65,9 @@ class Size(Result):
     trained_tokens: int | None = None
     exact: int | None = None  # documents that a tokenizer's round trip leaves unchanged
     total: int | None = None  # parameters
-    items: int | None = None  # of a benchmark, and those too short to be found, found, and in too many documents
+    items: int | None = None  # of a benchmark, those too short to be found, and those found
     too_short: int | None = None
     found: int | None = None
-    common: int | None = None
 
 
 class Excerpt(Result):
@@ -142,11 +142,7 @@ class SequencesResult(Result):
     context: int | None = None  # tokens of a sequence
     train: Size = Size()
     validation: dict[str, Size] = {}
-    dtype: str = ""
-    padding: float | None = None  # share of the tokens
     groups: dict[str, Size] = {}  # of training, by `<source>.<language>`
-    by_source: dict[str, Size] = {}
-    by_language: dict[str, Size] = {}
     conversations: int | None = None  # found in the sources
     truncated: int | None = None
     dropped: int | None = None
@@ -194,7 +190,6 @@ class TrainingResult(Result):
     devices: Devices = Devices()
     resumed_at: list[int] = []
     ended: Literal["", "monitor", "epochs"] = ""  # what ended it before its last step
-    epochs: dict[str, float] = {}  # over each group of sequences
 
     @property
     def worked(self) -> float | None:
@@ -236,6 +231,21 @@ class Sample(Result):
     answer: str = ""
 
 
+SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "f1")  # metrics between 0 and 1, higher is better
+HEADLINES = {"hellaswag": "acc_norm", "arc_challenge": "acc_norm"}  # the metrics that papers give, where not acc
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric lies between 0 and 1 with 1 the best; it may name a filter of answers ("exact_match,strict")."""
+    return metric.partition(",")[0] in SHARES
+
+
+def headline(task: str, metrics: Collection[str]) -> str:
+    """The one of the metrics of a task that stands for it; "" if there are none."""
+    wanted = (HEADLINES.get(task, "acc"), *SHARES)
+    return next((name for name in wanted if name in metrics), next(iter(metrics), ""))
+
+
 class TaskContamination(Result):
     """The items of a task that are in the training text, and its metrics without them."""
 
@@ -253,15 +263,70 @@ class ContaminationResult(Result):
     tasks: dict[str, TaskContamination] = {}
 
 
+class Score(NamedTuple):
+    """One metric of one task, with its standard error; `chance` is what guessing gets, where that is known."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    items: int | None
+    shots: int | None
+    chat_template: bool
+    chance: float | None
+
+
 class EvaluationResult(Result):
     """Scores of one model, also as `results.json` of `affinage eval` has them."""
 
-    model: str = ""
     tasks: dict[str, TaskResult] = {}
     bits_per_byte: dict[str, dict[str, float]] = {}  # of each validation set: by the model, and by compressors
     samples: dict[str, list[Sample]] = {}
     contamination: ContaminationResult = ContaminationResult()
-    seconds: float | None = None
+
+    @cached_property
+    def by_task(self) -> dict[str, dict[str, Score]]:
+        """All scores: task -> metric -> score."""
+        found: dict[str, dict[str, Score]] = {}
+        for task, result in self.tasks.items():
+            about = (result.items, result.num_fewshot, result.chat_template)
+            for name, metric in result.metrics.items():
+                if metric.value is not None:
+                    chance = result.chance if is_share(name) else None
+                    scores = found.setdefault(task, {})
+                    scores[name] = Score(task, name, metric.value, metric.stderr, *about, chance)
+        return found
+
+    @property
+    def headlines(self) -> list[Score]:
+        """The score of each task that charts and sentences show."""
+        found = [scores[headline(task, scores)] for task, scores in self.by_task.items()]
+        return [score for score in found if is_share(score.metric)]
+
+    @property
+    def compression(self) -> dict[str, dict[str, float]]:
+        """Bits per byte of validation sets, by the model ("model") and by compressors."""
+        return {name: bits for name, bits in self.bits_per_byte.items() if "model" in bits}
+
+    @property
+    def prompts(self) -> list[tuple[bool, str, str]]:
+        """Whether it was in a conversation, a prompt or question, and what the model wrote."""
+        found = ((name, one) for name in ("prompts", "questions") for one in self.samples.get(name, ()))
+        return [(name == "questions", one.prompt or one.question, one.text) for name, one in found]
+
+    def score(self, task: str, metric: str) -> Score | None:
+        """The score of that task and metric, if it was computed."""
+        return self.by_task.get(task, {}).get(metric)
+
+    def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """The scores as JSON: task -> metric -> value, stderr, and whether it was asked in the chat template."""
+        return {
+            task: {
+                name: {"value": score.value, "stderr": score.stderr, "in_chat": score.chat_template}
+                for name, score in scores.items()
+            }
+            for task, scores in self.by_task.items()
+        }
 
 
 class Verified(Result):
@@ -320,7 +385,6 @@ class Manifest(Result):
 
     step: str = ""
     key: str = ""
-    settings: dict[str, Any] = {}
     files: dict[str, StoredFile] = {}
     started: AwareDatetime | None = None
     seconds: float | None = None

@@ -13,7 +13,7 @@ from affinage.errors import UserError
 from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet
 from affinage.evaluation.run import evaluate
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, benchmark_items, files_of, find_tasks
-from affinage.report.evaluations import headline
+from affinage.results import headline
 from benchmark_fixtures import ITEMS, write_items
 from tiny_models import tiny_llama
 

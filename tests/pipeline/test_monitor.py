@@ -22,7 +22,7 @@ from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, right_i
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_train import within_epochs
-from affinage.report.trainings import read_training
+from affinage.report.facts import read_training
 from affinage.results import TrainingResult
 from affinage.training.evaluator import bits_by_language
 from affinage.training.state import TrainState
@@ -172,7 +172,11 @@ def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: P
     assert [row["step"] for row in rows] == [0, 10, 20] == [point["step"] for point in points_of(scored)]
     items: dict[int | None, list[int]] = {0: [], 1: [], None: []}
     for seed, ids in items.items():
-        keep = {"answered": lambda _, line, ids=ids: ids.append(line["id"]), "sample_seed": seed, "limit": 12}
+        keep = {
+            "answered": lambda lines, ids=ids: ids.extend(line["id"] for line in lines["sums"]),
+            "sample_seed": seed,
+            "limit": 12,
+        }
         again = evaluate(model, [str(scored.parents[1] / "task/sums.yaml")], **keep)
         if seed == 0:
             assert rows[-1]["evaluation"]["tasks"] == {"sums": again["tasks"]["sums"]["metrics"]}

@@ -8,7 +8,8 @@ from html_page import Page
 from synthetic_run import build_run, write_json
 
 from affinage.config.yaml import brief
-from affinage.report.comparison import comparison, differing_settings, entrant, render_comparison
+from affinage.report import collect_facts
+from affinage.report.comparison import Entrant, comparison, differing_settings, render_comparison
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compared(runs: Path, *names: str):
-    return comparison([entrant(name, runs / name, runs / name / "evaluate-sft") for name in names])
+    return comparison([Entrant(name, collect_facts(runs / name), runs / name / "evaluate-sft") for name in names])
 
 
 def test_only_what_differs_is_listed_by_its_key_and_in_short():

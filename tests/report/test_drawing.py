@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from affinage.report.charts import (
+from affinage.report.figures import (
     Axis,
     Interval,
     Row,

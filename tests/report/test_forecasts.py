@@ -9,7 +9,7 @@ from affinage.config.load import load_recipe
 from affinage.hardware.chips import find_slice
 from affinage.planning.plan import make_plan, planned_graph
 from affinage.report import collect_facts, render
-from affinage.report.trainings import read_training
+from affinage.report.facts import read_training
 from affinage.results import TrainingResult
 
 SMALL = Path(__file__).parents[1] / "planning" / "small.yaml"

@@ -53,7 +53,8 @@ def _entrant(target: "Target", runs: Path) -> "Entrant":
     """What is known of a target. Raises UserError if it is neither a complete run nor a model with results."""
     from affinage.pipeline.eval_results import eval_results
     from affinage.pipeline.models import TRAININGS, command, results_of, run_of
-    from affinage.report.comparison import entrant
+    from affinage.report.comparison import Entrant
+    from affinage.report.facts import collect_facts
 
     name, run, parts = target.name, target.run, None
     if target.kind in ("recipe", "run"):
@@ -67,7 +68,8 @@ def _entrant(target: "Target", runs: Path) -> "Entrant":
     if run is None and results is None:
         fix = f"Make them: {command('eval', name, '--tasks', 'TASKS', runs=runs)}, with the tasks of the others."
         raise UserError(f"there are no results of `{name}` as it is now", fix=fix)
-    return entrant(name, run, results, parts=parts)
+    facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})
+    return Entrant(name, facts, results, last=parts is not None)
 
 
 def _view(compared: "Comparison", facts: dict[str, Any]) -> "Iterator[str | Table]":

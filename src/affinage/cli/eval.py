@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,6 @@ from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
 
 _NUMBERS = 12  # of items, that are listed on the terminal
-_SETTINGS = "tasks data_dir limit num_fewshot apply_chat_template batch_size contamination".split()
 _TASKS = (
     "julian, french, quickstart, a name of lm-evaluation-harness, a task file; several with commas. Default: those of "
     "the run's recipe."
@@ -48,7 +47,7 @@ def evaluate(
 
     affinage eval quickstart/pretrain --tasks julian --data-dir my_benchmarks --limit 100
     """
-    chosen: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "tasks": [name for names in tasks or () for name in names.split(",") if name] or None,
         "data_dir": data_dir,
         "limit": limit,
@@ -57,17 +56,16 @@ def evaluate(
         "batch_size": batch_size,
         "contamination": contamination,
     }
-    chosen = {name: value for name, value in chosen.items() if value is not None}
     target = find(model, runs)
     whole = target.kind in ("recipe", "run") and target.step is None
-    if whole and not chosen and mesh is None and max_model_len is None:
+    if whole and all(value is None for value in (mesh, max_model_len, *settings.values())):
         results = _evaluate_run(model, options.PipelineOptions(overrides, runs, force, as_json=as_json))
         tables = iter([part for step, each in results["evaluations"].items() for part in ("\n" + step, *_view(each))])
     elif overrides or force:
         fix = "Use the options of `eval`, such as --tasks and --limit, or name the run alone."
         raise UserError("--set and --force are for a whole run and its recipe's benchmarks", where=model, fix=fix)
     else:
-        results = _evaluate_model(model, runs, mesh, max_model_len, chosen)
+        results = _evaluate_model(model, runs, mesh, max_model_len, settings)
         tables = _view(results)
     from affinage.cluster.processes import is_first
 
@@ -89,9 +87,9 @@ def _evaluate_run(name: str, settings: options.PipelineOptions) -> dict[str, Any
 
 
 def _evaluate_model(
-    name: str, runs: Path, mesh: Any, max_model_len: int | None, chosen: dict[str, Any]
+    name: str, runs: Path, mesh: Any, max_model_len: int | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """The results of one model, evaluated apart from its recipe."""
+    """The results of one model, evaluated apart from its recipe, which decides the settings that are None."""
     target, _ = model_of(name, runs)  # before JAX is imported
     from affinage.cluster.processes import init_distributed, placement
     from affinage.config.data import POCKET_WORLD
@@ -102,9 +100,11 @@ def _evaluate_model(
     from affinage.pipeline.models import made_from, recorded
     from affinage.stopping import StopSignals
 
-    of_recipe = recorded(target.run).get("evaluate") or {} if target.run is not None and "tasks" not in chosen else {}
-    settings = {key: value for key, value in of_recipe.items() if key in _SETTINGS and value is not None} | chosen
-    tasks = settings.pop("tasks", [])
+    if target.run is not None and settings["tasks"] is None:
+        of_recipe = recorded(target.run).get("evaluate") or {}
+        settings = {key: of_recipe.get(key) if value is None else value for key, value in settings.items()}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    tasks, searches = settings.pop("tasks", []), settings.pop("contamination", True)
     if not tasks:
         raise UserError("no task was named", where=name, fix="For example: --tasks julian, or --task my_task.yaml")
     world = made_from(target.path, "synthesize")
@@ -117,7 +117,6 @@ def _evaluate_model(
         processes = entered.enter_context(init_distributed())
         entered.enter_context(processes.all_at_work())
         model, state = opened(name, runs, mesh, max_model_len, reserves=True, announce=False)
-        search = contamination_search(target.path) if settings.pop("contamination", True) else None
         with working(name) as progress:
             results = evaluate(
                 model,
@@ -126,7 +125,7 @@ def _evaluate_model(
                 facts={STATE: model_fingerprint(target, runs)},
                 keep=folder / "answers.db",
                 task_folders=worlds,
-                seen=search,
+                seen=contamination_search(target.path) if searches else None,
                 progress=progress,
                 **settings,
             )
@@ -153,28 +152,23 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
     else:
         bits = [f"{name} {_number(of['model'])}" for name, of in results.get("bits_per_byte", {}).items()]
         yield "No task was scored." + (f" Bits per byte: {', '.join(bits)}." if bits else "")
-    if templated := [task for task, entry in tasks.items() if entry.get("chat_template")]:
-        yield f"Asked in the chat template: {', '.join(templated)}"
     cut = [f"{entry['truncated']:,} of {task}" for task, entry in tasks.items() if entry.get("truncated")]
-    if cut:
-        yield f"Items longer than the context of {results['context']:,} tokens, cut or in pieces: {', '.join(cut)}"
+    notes = {
+        "Asked in the chat template": [task for task, entry in tasks.items() if entry.get("chat_template")],
+        f"Items longer than the context of {results.get('context', 0):,} tokens, cut or in pieces": cut,
+        "Not available, so left out": results.get("unavailable"),
+        "For chat models only, so left out": results.get("skipped"),
+    }
+    yield from (f"{note}: {', '.join(names)}" for note, names in notes.items() if names)
     if facts := results.get("contamination"):
-        yield from _contamination(facts, tasks)
-    if results.get("unavailable"):
-        yield f"Not available, so left out: {', '.join(results['unavailable'])}"
-    if results.get("skipped"):
-        yield f"For chat models only, so left out: {', '.join(results['skipped'])}"
-
-
-def _contamination(facts: Mapping[str, Any], tasks: Mapping[str, Any]) -> Iterator[str]:
-    """The items that were found in the training text, and the scores without them."""
-    yield f"\n{counted(facts['texts'], 'training text')} searched for the items."
-    for task, entry in facts["tasks"].items():
-        if numbers := [*entry["found"], *entry["common"]]:
-            yield f"{task}: {len(numbers):,} of {entry['items']:,} found: {listed([*map(str, numbers)], _NUMBERS)}"
-            for metric, rest in entry["without"].items():
-                value = _number(tasks[task]["metrics"][metric]["value"])
-                yield f"  {metric} {value}; without them {_number(rest['value'])} ± {_number(rest['stderr'])}"
+        yield f"\n{counted(facts['texts'], 'training text')} searched for the items."
+        for task, entry in facts["tasks"].items():
+            if numbers := [*entry["found"], *entry["common"]]:
+                found = listed([*map(str, numbers)], _NUMBERS)
+                yield f"{task}: {len(numbers):,} of {entry['items']:,} found: {found}"
+                for metric, rest in entry["without"].items():
+                    value = _number(tasks[task]["metrics"][metric]["value"])
+                    yield f"  {metric} {value}; without them {_number(rest['value'])} ± {_number(rest['stderr'])}"
 
 
 def _number(value: float | None) -> str:

@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument, RunsOption, SetOption, app, load, warn
 from affinage.cli.output import Table, emit, only_data_on_stdout, screen, table
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
-
-if TYPE_CHECKING:
-    from affinage.pipeline.runner import PipelineRunner, Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
 
@@ -34,73 +31,61 @@ def sweep(
     base, run = load(recipe, overrides, runs)
     from affinage.cli.watch import Watch
     from affinage.data.json_files import write_json
-    from affinage.pipeline.build import prepare_process
+    from affinage.pipeline.build import build_steps, prepare_process
     from affinage.pipeline.models import RECIPE
-    from affinage.pipeline.runner import points
+    from affinage.pipeline.runner import PipelineRunner, points
     from affinage.stopping import StopSignals, without_readers
 
-    grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
-    if dry_run:
-        emit(_planned(grid, runs), as_json)
-        return
-    prepare_process(base.recipe)
     folder = runs / base.recipe.name
+    grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
+    prepare_process(base.recipe)
+    planned, results, keys = list[dict[str, Any]](), list[dict[str, Any]](), set[str]()
+    runners: dict[str, PipelineRunner] = {}
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
         for point in grid:  # all of them first: a mistake in the last is not found after days of the others
+            settings = ", ".join(f"{key} = {value}" for key, value in point.settings.items())
+            title = f"{point.number} of {len(grid)}, {settings}"
             try:
-                runner = _runner(point, runs)
-                runner.check(runner.plan())
+                runner = PipelineRunner(point.loaded, runs, build_steps(point.loaded))
+                plan = runner.plan()
+                runner.check(plan)
             except UserError as error:
-                error.where = f"{point.number} of {len(grid)}, {_settings(point)}: {error.where}"
+                error.where = f"{title}: {error.where}"
                 raise
+            missing = {step.request.key: step.name for step in plan if not step.complete}
+            would_run = [name for key, name in missing.items() if key not in keys]  # and not for a point before it
+            about = {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings}
+            planned.append(about | {"would_run": would_run})
+            keys |= missing.keys()
+            runners[title] = runner
+        if dry_run:
+            emit(planned, as_json)
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        results = []
-        for point in grid:
-            screen().print(f"--- {point.number} of {len(grid)}: {_settings(point)}", markup=False)
-            failure = {}
+        for result, (title, runner) in zip(planned, runners.items()):
+            screen().print(f"--- {title}", markup=False)
+            del result["would_run"]
             try:
-                _runner(point, runs).run(Watch())
+                runner.run(Watch())
             except TransientError:
                 raise
             except UserError as error:
-                failure = {"error": str(error)}
-                warn(f"{point.loaded.recipe.name} failed: {error}")
-            results.append(_result(point, runs) | failure)
+                result |= {"error": str(error)}
+                warn(f"{result['run']} failed: {error}")
+            results.append(result | _losses_and_scores(runner.folder))
             write_json(folder / RESULTS, results)
     emit(results, as_json, [*scores_view(results), f"\nresults  {folder / RESULTS}"])
     if any("error" in result for result in results):
         raise typer.Exit(EXIT_USER_ERROR)
 
 
-def _runner(point: "Point", runs: Path) -> "PipelineRunner":
-    from affinage.pipeline.build import build_steps
-    from affinage.pipeline.runner import PipelineRunner
-
-    return PipelineRunner(point.loaded, runs, build_steps(point.loaded))
-
-
-def _planned(grid: "list[Point]", runs: Path) -> list[dict[str, Any]]:
-    """For every point the steps that would run for it, without those that run for a point before it."""
-    rows, keys = [], set[str]()
-    for point in grid:
-        missing = {step.request.key: step.name for step in _runner(point, runs).plan() if not step.complete}
-        rows.append(_of_point(point) | {"would_run": [name for key, name in missing.items() if key not in keys]})
-        keys |= missing.keys()
-    return rows
-
-
-def _of_point(point: "Point") -> dict[str, Any]:
-    return {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings}
-
-
-def _result(point: "Point", runs: Path) -> dict[str, Any]:
-    """The losses of a point's last training, and the headline scores of the last model that was evaluated."""
-    from affinage.pipeline.models import EVALUATIONS, TRAININGS
-    from affinage.report.evaluations import read_evaluation
+def _losses_and_scores(run: Path) -> dict[str, Any]:
+    """The losses of a run's last training, and the headline scores of the last model that was evaluated."""
+    from affinage.report.facts import MODELS, read_evaluation
     from affinage.results import MANIFEST, TrainingResult, read_result
 
-    run, losses, scores = runs / point.loaded.recipe.name, {}, {}
-    for training in reversed(TRAININGS):
+    losses, scores = {}, {}
+    for training, model in MODELS.items():
         if (result := read_result(run / training, TrainingResult)) is not None:
             sets = result.validation
             by_set = {name: validated.loss for name, validated in sets.items()} or {"training": result.final_loss}
@@ -109,14 +94,15 @@ def _result(point: "Point", runs: Path) -> dict[str, Any]:
             losses |= {
                 f"{training} bits per byte, {name}": v.bits_per_byte for name, v in sets.items() if v.bits_per_byte
             }
-        if (run / EVALUATIONS[training] / MANIFEST).is_file():
-            evaluation = read_evaluation(training, run / EVALUATIONS[training])
+        evaluated = run / f"evaluate-{model}"
+        if (evaluated / MANIFEST).is_file():
             names = ("metric", "value", "stderr", "chance", "chat_template")
-            scores = {score.task: {name: getattr(score, name) for name in names} for score in evaluation.headlines}
-    return _of_point(point) | {"losses": losses, "scores": scores}
+            headlines = read_evaluation(model, evaluated).headlines
+            scores = {score.task: {name: getattr(score, name) for name in names} for score in headlines}
+    return {"losses": losses, "scores": scores}
 
 
-def scores_view(results: list[dict[str, Any]]) -> "Iterator[str | Table]":
+def scores_view(results: list[dict[str, Any]]) -> Iterator[str | Table]:
     """The table of a sweep's points: runs, settings, losses and scores in percent."""
     rows = []
     for result in results:
@@ -131,7 +117,3 @@ def scores_view(results: list[dict[str, Any]]) -> "Iterator[str | Table]":
     if any(score["chat_template"] for result in results for score in result["scores"].values()):
         yield "† asked in the model's chat template"
     yield from (f"{result['run']} failed: {result['error'].splitlines()[0]}" for result in results if "error" in result)
-
-
-def _settings(point: "Point") -> str:
-    return ", ".join(f"{key} = {value}" for key, value in point.settings.items())

@@ -124,9 +124,7 @@ def headline(result: results.Result) -> Iterator[str]:
         yield f"none held out of {missed}: too few documents (data.split.by=tail cuts ends)"
     if isinstance(result, results.EvaluationResult):
         yield counted(len(result.tasks), "benchmark")
-        from affinage.report.evaluations import Evaluation
-
-        for score in Evaluation("", result, Path()).headlines[:_SHOWN]:
+        for score in result.headlines[:_SHOWN]:
             error = f" ± {100 * score.stderr:.1f}" if score.stderr else ""
             yield f"{score.task} {100 * score.value:.1f}{error}"
     if isinstance(result, results.ExportResult) and result.verified is not None:

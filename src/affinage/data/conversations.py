@@ -21,7 +21,6 @@ from affinage.data.json_files import encodable
 from affinage.data.places import is_on_hub, location
 from affinage.errors import UserError
 
-_FORMATS = ("messages", "sharegpt", "prompt", "alpaca")
 _CONVERSATION = (
     '"messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}: sharegpt), "prompt" '
     'with "completion", or "instruction" with "output" (alpaca)'
@@ -64,25 +63,24 @@ def parse_conversation(item: Item, *, form: str, where: str, name: str) -> Examp
     Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, with `where`, for a line
     that is no conversation.
     """
-    forms = _FORMATS if form == "auto" else [form]
-    messages = next((messages for each in forms if (messages := _in_form(item, each)) is not None), None)
+    answer, question = (next((key for key in keys if key in item), "") for keys in (_ANSWERS, _QUESTIONS))
+    turns: dict[str, list[Any]] = {  # of each form that the keys fit
+        named: item[key]
+        for named, keys in _MESSAGES.items()
+        for key in reversed(keys)
+        if isinstance(item.get(key), list)
+    }
+    if question and answer:
+        turns["prompt"] = [*_turns(item[question], "user"), *_turns(item[answer], "assistant")]
+    if "instruction" in item and answer:
+        turns["alpaca"] = [_instruction(item), *_turns(item[answer], "assistant")]
+    messages = next(iter(turns.values()), None) if form == "auto" else turns.get(form)
     if messages is None:
         what = f"this line has {sorted(item)}, which is no conversation of the form {form}"
         raise UserError(what, where=where, fix=f"A conversation has {_CONVERSATION}.")
     parsed = _with_system([_message(each, where) for each in messages], item)
     check_messages(parsed, where=where)
-    return Example(_id(item, name), [parsed])
-
-
-def _in_form(item: Item, form: str) -> list[Any] | None:
-    answer, question = (next((key for key in keys if key in item), "") for keys in (_ANSWERS, _QUESTIONS))
-    if form in _MESSAGES:
-        return next((item[key] for key in _MESSAGES[form] if isinstance(item.get(key), list)), None)
-    if form == "prompt" and question and answer:
-        return [*_turns(item[question], "user"), *_turns(item[answer], "assistant")]
-    if form == "alpaca" and answer and "instruction" in item:
-        return [_instruction(item), *_turns(item[answer], "assistant")]
-    return None
+    return Example(encodable(str(item.get("id") or name)), [parsed])
 
 
 def parse_pair(item: Item, *, where: str, name: str) -> Example:
@@ -108,11 +106,7 @@ def parse_pair(item: Item, *, where: str, name: str) -> Example:
     talks = [[*prompt, *answer] for answer in (chosen, rejected)]
     for talk in talks:
         check_messages(talk, where=where)
-    return Example(_id(item, name), talks, len(prompt))
-
-
-def _id(item: Item, name: str) -> str:
-    return encodable(str(item.get("id") or name))
+    return Example(encodable(str(item.get("id") or name)), talks, len(prompt))
 
 
 def _turns(value: Any, role: str) -> list[Any]:

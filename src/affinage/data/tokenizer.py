@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -361,23 +361,19 @@ class Tokenizer:
         """
         controls = set(self.controls.values())
         parts: list[str] = []
-        run: list[int] = []
-        for token in map(int, ids):
-            if 0 <= token < self.vocabulary and token not in controls:
-                run.append(token)
+        for is_text, run in groupby(
+            map(int, ids), lambda token: 0 <= token < self.vocabulary and token not in controls
+        ):
+            if is_text:  # after another token: some decoders drop the space that the first token of a text begins with
+                text = self._fast.decode([*self._anchor, *run], skip_special_tokens=False)
+                parts.append(text[len(self._fast.decode(self._anchor, skip_special_tokens=False)) :])
                 continue
-            parts.append(self._decode_text(run) if run else "")
-            run = []
-            if token not in controls or (self.fixed_ids and token == UNK and not keep_special):
-                parts.append(REPLACEMENT)
-            elif keep_special or token not in self._special:
-                parts.append(self._pieces[token])
-        return "".join([*parts, self._decode_text(run) if run else ""])
-
-    def _decode_text(self, ids: list[int]) -> str:
-        # After another token: some decoders drop the space that the first token of a text begins with.
-        text: str = self._fast.decode([*self._anchor, *ids], skip_special_tokens=False)
-        return text[len(self._fast.decode(self._anchor, skip_special_tokens=False)) :]
+            for token in run:
+                if token not in controls or (self.fixed_ids and token == UNK and not keep_special):
+                    parts.append(REPLACEMENT)
+                elif keep_special or token not in self._special:
+                    parts.append(self._pieces[token])
+        return "".join(parts)
 
 
 @lru_cache(maxsize=1)

@@ -266,10 +266,6 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     counts["truncated"] += too_long
     counts["rewritten"] += rewritten
     counts["reasoning_dropped"] += chat.drops_reasoning(line.messages, tokenizer)
-    if not pair and tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
-        before = next(number for number, message in enumerate(talks[0]) if message["role"] == "assistant")
-        prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
-        counts["prompt_differs"] += sides[0][0][: len(prompt)] != prompt[: len(sides[0][0])]
     return [token for ids, _ in sides for token in ids], [is_trained for _, mask in sides for is_trained in mask]
 
 
@@ -285,14 +281,11 @@ def _finish(
 ) -> dict[str, Any]:
     """Write shards.json of every folder; return the counts of all, with warnings."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    shards: dict[str, dict[str, list[dict[str, Any]]]] = {"train": {}, "validation": {}}
     for task, keys, results in zip(tasks, read, written, strict=True):
         counts[task.name].update(Counter(keys["counts"]) + Counter(results["counts"]))
-        for part in shards.keys() & results.keys():
-            shards[part].setdefault(task.name, []).append(results[part])
     total = sum(counts.values(), Counter[str]())
     first_bad = next((result["first_bad"] for result in (*read, *written) if result["first_bad"]), "none")
-    if not shards["train"]:
+    if not any("train" in results for results in written):
         section = "sft" if isinstance(tasks[0].settings, SftSettings) else "dpo"
         raise UserError(
             f"not one token of {total['conversations']} conversations would be trained",
@@ -309,11 +302,13 @@ def _finish(
         if total[key]:
             warnings.warn(f"{total[key]:,} {text}", UserWarned, stacklevel=2)
     sums: dict[str, dict[str, dict[str, int]]] = {"train": {}, "validation": {}}
-    for part, name, members in ((part, *item) for part, of_part in shards.items() for item in of_part.items()):
-        most, dtype = max(shard["most_in_a_row"] for shard in members), np.dtype(tokenizer.dtype).name
-        facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": dtype, "most_in_a_row": most}
-        facts = finish_folder(tasks[0].folder / part / name, members, tokenizer.conversation_marks, **facts)
-        sums[part][name] = {key: facts[key] for key in _COUNTS} | {"bytes": facts["row_bytes"]}
+    for part, name in itertools.product(sums, counts):
+        shards = [results[part] for task, results in zip(tasks, written) if task.name == name and part in results]
+        if shards:
+            facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": np.dtype(tokenizer.dtype).name}
+            facts["most_in_a_row"] = max(shard["most_in_a_row"] for shard in shards)
+            facts = finish_folder(tasks[0].folder / part / name, shards, tokenizer.conversation_marks, **facts)
+            sums[part][name] = {key: facts[key] for key in _COUNTS} | {"bytes": facts["row_bytes"]}
     train = sums["train"]
     return {
         "train": sum(map(Counter, train.values()), Counter()),

@@ -35,6 +35,9 @@ class JaxLM(TemplateLM):
     template's control tokens are, and those that a message spells are not.
     """
 
+    eot_token_id = prefix_token_id = max_length = 0  # of the harness's interface, as is the name in its cache
+    tokenizer_name = ""
+
     def __init__(
         self,
         model: LoadedModel,
@@ -50,30 +53,14 @@ class JaxLM(TemplateLM):
         self._max_new_tokens, self._progress, self._batch = max_new_tokens, progress, batch
         self._encode = lru_cache(maxsize=1024)(model.tokenizer.encode)  # choices share their question
         self._truncated: set[tuple[str, ...]] = set()  # see `was_truncated`
-        own, tokenizer = model.tokenizer.template, model.tokenizer
-        source = chat_template(model.system_prompt, opened=bool(tokenizer.opening)) if own is None else own.source
-        named = {**tokenizer.special_tokens, "bos_token": tokenizer.id_to_piece(tokenizer.bos)}
-        self._template = ChatTemplate(source, tokenizer, named if own is None else own.special_tokens)
-
-    @property
-    def eot_token_id(self) -> int:
-        """The token that ends a document, </s>."""
-        return self.model.tokenizer.eos
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token that stands for an empty context, <s>."""
-        return self.model.tokenizer.bos
-
-    @property
-    def max_length(self) -> int:
-        """The largest number of tokens put into the model at once."""
-        return self.model.context
-
-    @property
-    def tokenizer_name(self) -> str:
-        """The name of the tokenizer in the harness's cache of requests."""
-        return f"affinage-{self.model.name}"
+        tokenizer = model.tokenizer
+        self.eot_token_id, self.prefix_token_id = tokenizer.eos, tokenizer.bos  # </s>; <s> stands for an empty context
+        self.max_length, self.tokenizer_name = model.context, f"affinage-{model.name}"
+        if (template := tokenizer.template) is None:
+            names = {**tokenizer.special_tokens, "bos_token": tokenizer.id_to_piece(tokenizer.bos)}
+            source = chat_template(model.system_prompt, opened=bool(tokenizer.opening))
+            template = ChatTemplate(source, tokenizer, names)
+        self._template = template
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the template's text, for the harness's records."""

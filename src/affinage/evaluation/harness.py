@@ -81,7 +81,8 @@ def load_tasks(
     manager = task_manager([task["task"] for task in tasks if not _is_own(task)])
     loaded: dict[str, Task] = {}
     for spec in map(dict, tasks):
-        name, where, is_own, is_remote = spec["task"], str(spec.pop("where", spec["task"])), _is_own(spec), on_hub(spec)
+        name, where = spec["task"], str(spec.pop("where", spec["task"]))
+        is_own, is_remote = _is_own(spec), on_hub(spec)
         try:
             if is_own:
                 _check_metrics(spec)

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from affinage.checkpoint.metadata import checksums
 from affinage.data.decontaminate import Contamination
 from affinage.data.json_files import write_atomically, write_json
+from affinage.data.overlap import BenchmarkItem
 from affinage.data.tokenizer import FILE
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
@@ -30,8 +31,10 @@ _FACTS = ("id", "hash", "prompt_hash", "target_hash", "filter", BYTES)  # of a l
 # Metrics of all texts together. Of a single one the harness has its log-likelihood, and its length in bytes or words.
 _OF_TEXTS = {"byte_perplexity": True, BITS_PER_BYTE: True, "word_perplexity": False}  # whether in bytes
 Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # the harness's, by task
+Lines = Mapping[str, Sequence[dict[str, Any]]]  # by task, see `line_of`
 _Items = dict[tuple[str, int], dict[str, Any]]  # lines by the hash of the item and its number among equal ones
 Answers = dict[tuple[str, str | None], _Items]  # by task and filter of its answers
+Search = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
 _ALPHA = 0.05  # a smaller p is a real difference
 
 
@@ -77,8 +80,8 @@ def fingerprint(model: LoadedModel) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
-def write_results(results: Mapping[str, Any], samples: Samples, folder: Path) -> None:
-    """Write results and the lines of each task's samples, beside those of other tasks of the same model.
+def write_results(results: Mapping[str, Any], lines: Lines, folder: Path) -> None:
+    """Write results and the lines of each task's items, beside those of other tasks of the same model.
 
     What the folder has of a model with another fingerprint is removed. Killed at any moment, it leaves no two models
     that would be taken for one.
@@ -89,10 +92,10 @@ def write_results(results: Mapping[str, Any], samples: Samples, folder: Path) ->
         (folder / RESULTS).unlink(missing_ok=True)  # first: items without it belong to no model
         for file in (folder / ITEMS).glob("*.jsonl"):
             file.unlink()
-    for name, of_task in samples.items():
-        lines = "".join(json.dumps(line_of(sample)) + "\n" for sample in of_task)
+    for name, of_task in lines.items():
         (folder / ITEMS).mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / ITEMS / f"{name}.jsonl", lines.encode())
+        text = "".join(json.dumps(line) + "\n" for line in of_task)
+        write_atomically(folder / ITEMS / f"{name}.jsonl", text.encode())
     merged = {**earlier, **results}
     if earlier:
         merged |= {key: earlier[key] | results[key] for key in ("tasks", "samples")}
@@ -119,26 +122,20 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
             sorted(int(item) for task, item in items if task == name and item in numbers)
             for items in (seen.found, seen.common)
         )
-        scores = tasks[name]["metrics"].items()
-        rest = {metric: _without(samples[name], metric, score["value"], {*found, *common}) for metric, score in scores}
-        without = {metric: score for metric, score in rest.items() if score is not None}
+        without = {}
+        for metric, reported in tasks[name]["metrics"].items():
+            key, _, filtered = metric.partition(",")
+            chosen = [each for each in samples[name] if each.get("filter", "none") == (filtered or "none")]
+            scores = {each["doc_id"]: each[key] for each in chosen if key in each}
+            if not scores or not all(isinstance(score, int | float) for score in scores.values()):
+                continue
+            value = reported["value"]
+            if value is not None and math.isclose(statistics.fmean(scores.values()), value, rel_tol=1e-9, abs_tol=1e-9):
+                rest = [float(score) for number, score in scores.items() if number not in {*found, *common}]
+                stderr = statistics.stdev(rest) / math.sqrt(len(rest)) if len(rest) > 1 else None
+                without[metric] = {"value": statistics.fmean(rest) if rest else None, "stderr": stderr}
         entries[name] = {"items": len(numbers), "found": found, "common": common, "without": without}
     return {"texts": seen.texts, "ngram": seen.n_grams, "tasks": entries}
-
-
-def _without(
-    samples: Sequence[Mapping[str, Any]], metric: str, reported: float | None, found: set[int]
-) -> dict[str, float | None] | None:
-    name, _, filtered = metric.partition(",")
-    chosen = [each for each in samples if each.get("filter", "none") == (filtered or "none") and name in each]
-    values = [each[name] for each in chosen]
-    if reported is None or not values or not all(isinstance(value, int | float) for value in values):
-        return None
-    if not math.isclose(statistics.fmean(values), reported, rel_tol=1e-9, abs_tol=1e-9):
-        return None  # the harness aggregates otherwise
-    rest = [float(each[name]) for each in chosen if each["doc_id"] not in found]
-    stderr = statistics.stdev(rest) / math.sqrt(len(rest)) if len(rest) > 1 else None
-    return {"value": statistics.fmean(rest) if rest else None, "stderr": stderr}
 
 
 # ---- two models on the same items ----

@@ -11,16 +11,15 @@ from typing import Any, Literal
 
 import lm_eval.evaluator
 import numpy as np
-from lm_eval.api.task import Task
 
 from affinage import __version__
 from affinage.cluster.processes import Processes
-from affinage.data.decontaminate import Contamination
-from affinage.data.overlap import BenchmarkItem
 from affinage.errors import UserError
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.harness import cached, load_tasks, quiet
 from affinage.evaluation.results import (
+    Lines,
+    Search,
     contamination_of,
     fingerprint,
     finite,
@@ -35,7 +34,6 @@ from affinage.generation.model import LoadedModel
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
 _SAMPLES = 3  # items per task in the results for people to read
-Seen = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
 _NORMALIZED = ("hellaswag", "arc_challenge", "arc_easy", "piqa", "openbookqa", "agieval_lsat_ar")  # by length
 
 
@@ -54,8 +52,8 @@ def evaluate(
     num_fewshot: int | None = None,  # examples before each question; None: as many as the task says
     batch_size: int | Literal["auto"] = "auto",  # rows of the context at once; auto: as many as fit
     texts: Mapping[str, Sequence[str]] | None = None,  # by name, to measure bits per byte beside those of gzip and xz
-    seen: Seen | None = None,  # searches the training text for items; the results have the scores without those found
-    answered: Callable[[str, dict[str, Any]], None] = lambda _task, _line: None,  # gets the line of each item
+    seen: Search | None = None,  # searches the training text for items; the results have the scores without those found
+    answered: Callable[[Lines], None] = lambda _: None,  # gets the lines of all items
     progress: Callable[[str], None] = lambda _: None,  # gets a line about what is done
 ) -> dict[str, Any]:
     """Return the scores of a model on the `tasks` (names for `find_tasks`), with standard errors.
@@ -69,19 +67,17 @@ def evaluate(
     if apply_chat_template is True and not has_chat_template(model):
         fix = "Evaluate a model that was trained to chat, or set it to `auto` or `false`."
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
-    started, processes = time.monotonic(), Processes.at_work()
-    closed = task_folders or {}
+    started, processes, closed = time.monotonic(), Processes.at_work(), task_folders or {}
     chosen, unavailable = find_tasks(tasks, closed, data_dir)
-    of_chat = [task for task in chosen if is_chat(task)]
-    rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if model.chat else []}
-    if apply_chat_template != "auto":
-        rounds = {apply_chat_template: chosen}  # by whether they are put in the chat template
+    of_chat, skipped = [task for task in chosen if is_chat(task)], []
+    rounds = {apply_chat_template: chosen}  # by whether they are put in the chat template
+    if apply_chat_template == "auto":
+        rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if model.chat else []}
+        skipped = [] if model.chat else [task["task"] for task in of_chat]
     identity = fingerprint(model) if keep is not None or folder is not None else ""
     lm = JaxLM(model, rows_that_fit(model) if batch_size == "auto" else batch_size, progress=progress)
-    outcome: dict[str, Any] = {}
-    items: dict[str, list[dict[str, Any]]] = {}
-    loaded: dict[str, Task] = {}
-    contamination: Contamination | None = None
+    outcome, items, loaded = dict[str, Any](), dict[str, list[dict[str, Any]]](), dict[str, Any]()
+    contamination = None
     with contextlib.ExitStack() as stack:
         caching: Any = lm
         if keep is not None:
@@ -91,23 +87,25 @@ def evaluate(
         for templated, specs in rounds.items():
             if not specs:
                 continue
-            lm.in_chat_template = templated
+            lm.in_chat_template = bool(templated)
             of_round = load_tasks(specs, num_fewshot, CORE_SHOTS if CORE in tasks else {})
-            drawn = None
-            if sample_seed is not None and limit is not None:
-                drawn = {name: _drawn(name, len(task.eval_docs), limit, sample_seed) for name, task in of_round.items()}
+            drawn: dict[str, list[int]] = {}  # the places of items, ascending, whatever the other tasks are
+            for name, task in of_round.items():
+                if sample_seed is not None and limit is not None:
+                    random, count = np.random.default_rng([sample_seed, *name.encode()]), len(task.eval_docs)
+                    drawn[name] = sorted(map(int, random.choice(count, min(limit, count), replace=False)))
             raw = lm_eval.evaluator.evaluate(
                 caching,
                 {"tasks": of_round, "groups": {}, "group_map": {}},
                 limit=None if drawn else limit,
-                samples=drawn,
+                samples=drawn or None,
                 bootstrap_iters=_BOOTSTRAP,
-                apply_chat_template=templated,
-                fewshot_as_multiturn=templated,
+                apply_chat_template=bool(templated),
+                fewshot_as_multiturn=bool(templated),
             )
             assert raw is not None
             loaded |= of_round
-            outcome |= {name: _result(name, dict(raw), templated, lm) for name in raw["n-samples"]}
+            outcome |= {name: _result(name, dict(raw), lm) for name in raw["n-samples"]}
             items |= raw["samples"]
         if seen is not None:
             progress("searching the training text for the items")
@@ -120,7 +118,7 @@ def evaluate(
         "context": model.context,
         "tasks": outcome,
         "unavailable": unavailable,
-        "skipped": [] if model.chat or apply_chat_template != "auto" else [task["task"] for task in of_chat],
+        "skipped": skipped,
         "seconds": time.monotonic() - started,
         # Nothing is asked where all answers are in the file `keep`.
         "items_per_second": sum(task["items"] for task in outcome.values()) / lm.seconds if lm.requests else None,
@@ -138,24 +136,17 @@ def evaluate(
         for name, of_name in texts.items() if processes.first else ():
             bits[name] |= compressor_bits_per_byte(of_name)
         processes.broadcast("the end of the compression", None, seconds=None)
-    for name, of_task in items.items():
-        for item in of_task:
-            answered(name, line_of(item))
+    lines = {name: [line_of(item) for item in of_task] for name, of_task in items.items()}
+    answered(lines)
     if folder is not None:
         results |= {"fingerprint": identity, **(facts or {})}
-        write_results(results, items, folder)
+        write_results(results, lines, folder)
     return results
 
 
 def has_chat_template(model: LoadedModel) -> bool:
     """Return whether a model has learned a template: its tokenizer's, or ours if it was trained to chat."""
     return model.chat or model.tokenizer.template is not None
-
-
-def _drawn(task: str, items: int, count: int, seed: int) -> list[int]:
-    """The places of `count` of a task's items that a seed draws, ascending, whatever the other tasks are."""
-    random = np.random.default_rng([seed, *task.encode()])
-    return sorted(map(int, random.choice(items, min(count, items), replace=False)))
 
 
 def compressor_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
@@ -168,17 +159,17 @@ def compressor_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
     return {"gzip": len(gzip.compress(whole, 9)) / bits, "xz": len(lzma.compress(whole, preset=9)) / bits}
 
 
-def _result(name: str, raw: Mapping[str, Any], templated: bool, lm: JaxLM) -> dict[str, Any]:
+def _result(name: str, raw: Mapping[str, Any], lm: JaxLM) -> dict[str, Any]:
     """The harness's results of a task as {metrics: {metric: {value, stderr}}, items, num_fewshot, version, ...}.
 
     `chat_template` is whether it was put in that, `chance` what guessing scores, if known, and `truncated` the number
     of items that did not fit the model's context.
     """
-    metrics: dict[str, Any] = {}
-    for key, value in raw["results"][name].items():
+    scores, metrics = raw["results"][name], {}
+    for key, value in scores.items():
         metric, _, filtered = key.partition(",")
         if filtered and not metric.endswith("_stderr"):
-            stderr = finite(raw["results"][name].get(f"{metric}_stderr,{filtered}"))
+            stderr = finite(scores.get(f"{metric}_stderr,{filtered}"))
             metrics[label(metric, filtered)] = {"value": finite(value), "stderr": stderr}
     samples = raw["samples"][name]
     result = {
@@ -186,7 +177,7 @@ def _result(name: str, raw: Mapping[str, Any], templated: bool, lm: JaxLM) -> di
         "items": raw["n-samples"][name]["effective"],
         "truncated": len({item["doc_id"] for item in samples if any(map(lm.was_truncated, item["arguments"]))}),
         "num_fewshot": raw["n-shot"].get(name, 0),
-        "chat_template": templated,
+        "chat_template": lm.in_chat_template,
         "version": raw["versions"].get(name),
     }
     if raw["configs"][name].get("output_type") == "multiple_choice":

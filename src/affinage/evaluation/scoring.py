@@ -8,7 +8,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -194,13 +194,9 @@ def _cheapest(groups: Sequence[PrefixGroup], context: int, most: int) -> dict[in
     longest_first = sorted(groups, key=lambda group: (-group.length, group.rows[0].tokens))
     largest = max((group.length for group in groups), default=0)
     longest = min(context, _padded(largest)) if largest <= context else _padded(largest)
-
-    def price(rows: dict[int, list[_GroupRow]]) -> float:
-        return sum(len(alike) * length * (1 + length / _EQUAL) for length, alike in rows.items())
-
     rooms = [longest, *(room for room in _ROOMS if room <= most)]
     ways = [_packed(longest_first, sorted({room, max(room, longest)}), packed=most > 0) for room in rooms]
-    return min(ways, key=price)
+    return min(ways, key=lambda rows: sum(len(rows[length]) * length * (1 + length / _EQUAL) for length in rows))
 
 
 def _packed(longest_first: Sequence[PrefixGroup], sizes: Sequence[int], *, packed: bool) -> dict[int, list[_GroupRow]]:
@@ -262,28 +258,25 @@ Scores = tuple[Float[Array, "R P"], Bool[Array, "R P"]]
 Joined = tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B S"]]  # positions, segments, prefix segments
 
 
-@lru_cache(maxsize=8)
-def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, logits_at_once: int) -> Any:
-    """The jitted scoring function of a graph; jit keeps one executable per shape."""
-
-    @jax.jit
-    def score(
-        params: PyTree,
-        tokens: Int[Array, "B S"],
-        logit_positions: Int[Array, "R P"],
-        targets: Int[Array, "R P"],
-        joined: Joined | None = None,
-    ) -> Scores:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-        segments = None
-        if joined is not None:
-            positions, *segments = joined
-        lazy, _ = logits_of(
-            graph, params, tokens, positions, dtype, layout=layout, segments=segments, logit_positions=logit_positions
-        )
-        return _log_probabilities(lazy.kernel, lazy.hidden, targets, logits_at_once)
-
-    return score
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _scores(
+    graph: Graph,
+    dtype: str,
+    layout: MeshLayout | None,
+    logits_at_once: int,
+    params: PyTree,
+    tokens: Int[Array, "B S"],
+    logit_positions: Int[Array, "R P"],
+    targets: Int[Array, "R P"],
+    joined: Joined | None = None,
+) -> Scores:
+    positions, segments = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape), None
+    if joined is not None:
+        positions, *segments = joined
+    lazy, _ = logits_of(
+        graph, params, tokens, positions, dtype, layout=layout, segments=segments, logit_positions=logit_positions
+    )
+    return _log_probabilities(lazy.kernel, lazy.hidden, targets, logits_at_once)
 
 
 def _log_probabilities(
@@ -338,20 +331,14 @@ def score(
     packed = all(node.layer.joins for node in model.graph.nodes if node.name in needed)
     # Scores of attention in a row of twice the context take the memory of four rows.
     most = packed * model.context * (2 if batch >= 4 * model.row_multiple else 1)
-    tokens, platform = batch * model.context, jax.default_backend()
-    program = _compiled(model.graph, model.compute_dtype, model.layout, logits_at_once)
+    tokens = min(batch * model.context, _MAX_TOKENS.get(jax.default_backend(), batch * model.context))
+    program = partial(_scores, model.graph, model.compute_dtype, model.layout, logits_at_once, model.params)
     pending: list[tuple[Batch, Scores]] = []
-    for each in batches(
-        find_groups(rows, most),
-        min(tokens, _MAX_TOKENS.get(platform, tokens)),
-        context=model.context,
-        most=most,
-        pad=PAD,
-        multiple=model.row_multiple,
-    ):
+    groups, multiple = find_groups(rows, most), model.row_multiple
+    for each in batches(groups, tokens, context=model.context, most=most, pad=PAD, multiple=multiple):
         joined = (each.positions, each.segments, each.prefix_segment_ids) if each.joined else None
         arrays = jax.tree.map(model.place, (each.tokens, each.logit_positions, each.targets, joined))
-        pending.append((each, program(model.params, *arrays)))
+        pending.append((each, program(*arrays)))
         if len(pending) > 1:  # the device computes this batch while the numbers of the one before are taken apart
             collect(*pending.pop(0))
     for last in pending:

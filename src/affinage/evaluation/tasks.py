@@ -26,6 +26,7 @@ ChatTemplateUse = Literal["auto"] | bool
 Task = dict[str, Any]  # the configuration of a task, with its file as `where`; or {"task": name} for the harness's own
 _PATHS = "Paths start from the working directory."
 _TASK_FILE = "A task file is YAML: `task: NAME`, `dataset_path: json`, `dataset_kwargs: {data_files: items.jsonl}`, ..."
+_SUFFIXES = (".yaml", ".yml")
 _LINES = "It must be UTF-8 text with one JSON object a line, plain or compressed with gzip."
 
 _LISTED = yaml.safe_load(files("affinage.evaluation").joinpath("benchmarks.yaml").read_text(encoding="utf-8"))
@@ -49,7 +50,7 @@ def of_pocket_world(task: str) -> bool:
 
 def is_task_file(task: str) -> bool:
     """Return whether a benchmark is named by its task file, or by a folder of them."""
-    return not of_pocket_world(task) and ("/" in task or task.endswith((".yaml", ".yml")))
+    return not of_pocket_world(task) and ("/" in task or task.endswith(_SUFFIXES))
 
 
 def is_offline(task: Mapping[str, Any]) -> bool:
@@ -95,18 +96,21 @@ def find_tasks(
     tasks: dict[str, Task] = {}
     left_out: list[str] = []
     for group in names:
-        members = GROUPS.get(group, (group,))
-        held = {name: _file_of(name, items) for name in members if items is not None and name in BENCHMARKS}
-        absent = [name for name, file in held.items() if file is None]
+        members, absent = GROUPS.get(group, (group,)), []
+        for name in members:
+            if items is None or name not in BENCHMARKS:
+                found = _tasks_of(name, folders)
+            elif file := _file_of(name, items):
+                found = [_on_file(name, file)]
+            else:
+                absent.append(name)
+                continue
+            for task in found:
+                tasks.setdefault(task["task"], task)
         if len(absent) == len(members):
             fix = f"Looked for {', '.join(f'{name}.jsonl' for name in absent)} (or .jsonl.gz)."
             raise UserError(f"there are no items of `{group}` in {items}", fix=fix)
         left_out += absent
-        for name in members:
-            if name not in absent:
-                file = held.get(name)
-                for task in _tasks_of(name, folders) if file is None else [_on_file(name, file)]:
-                    tasks.setdefault(task["task"], task)
     return list(tasks.values()), left_out
 
 
@@ -130,18 +134,18 @@ def check_names(
 
 def _tasks_of(name: str, folders: Mapping[str, Path]) -> list[Task]:
     """The tasks of a task file or a folder of them, or the name alone if it must be one of the harness's."""
+    if name in (POCKET_WORLD, *POCKET_TASKS) and POCKET_WORLD not in folders:
+        what = "the pocket world's benchmarks are about facts that only a model of that world knows"
+        fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
+        raise UserError(what, where=name, fix=fix)
     place = folders.get(name, from_home(name))
-    if name == POCKET_WORLD or name in POCKET_TASKS:
-        if POCKET_WORLD not in folders:
-            what = "the pocket world's benchmarks are about facts that only a model of that world knows"
-            fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
-            raise UserError(what, where=name, fix=fix)
-        place = folders[POCKET_WORLD] / (f"{name}.yaml" if name in POCKET_TASKS else "")
-    elif not place.exists():
+    if name in POCKET_TASKS:
+        place = folders[POCKET_WORLD] / f"{name}.yaml"
+    if not place.exists():
         if is_task_file(name):
             raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
         return [{"task": name}]
-    paths = [place] if place.is_file() else sorted([*place.glob("**/*.yaml"), *place.glob("**/*.yml")])
+    paths = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.suffix in _SUFFIXES)
     read = [(path, _read_yaml(path)) for path in paths]
     # A file without `task` is a template that others include.
     tasks = [_with_data(task, path) for path, task in read if isinstance(task.get("task"), str)]
@@ -165,8 +169,7 @@ def _read_yaml(file: Path) -> Task:
 
 def _with_data(task: Task, file: Path) -> Task:
     """The configuration with its file, with absolute paths of data files, and with a split to evaluate."""
-    task = {**task, "where": str(file)}
-    kwargs = task.get("dataset_kwargs") or {}
+    task, kwargs = {**task, "where": str(file)}, task.get("dataset_kwargs") or {}
     if "dataset_path" not in task or not isinstance(kwargs, dict):
         what = f"the task `{task['task']}` needs a `dataset_path`, and a mapping as `dataset_kwargs`"
         raise UserError(what, where=str(file), fix=_TASK_FILE)
@@ -182,11 +185,10 @@ def _with_data(task: Task, file: Path) -> Task:
                 raise UserError(f"the data file {path} is missing", where=str(file), fix=fix)
     if not task.get("test_split") and not task.get("validation_split"):
         task["test_split"] = next(iter(data_files))
-    task["dataset_kwargs"] = {**kwargs, "data_files": data_files}
     if task["dataset_path"] == "json":
         # In memory: `datasets` would write an Arrow copy into its cache, and take longer than the model does.
         task["custom_dataset"] = read_json_lines
-    return task
+    return task | {"dataset_kwargs": {**kwargs, "data_files": data_files}}
 
 
 # ---- benchmarks over items on this machine ----
@@ -215,11 +217,6 @@ def _on_file(name: str, file: Path) -> Task:
     return config | {"process_docs": None} if "query" in next(_read_rows(file), {}) else config  # processed already
 
 
-def _preprocessed(row: Task) -> Task:
-    """From the output of the harness's preprocessing: `query`, `choices`, `gold`."""
-    return row | {"label": str(row["gold"])}
-
-
 def _belebele(row: Task) -> Task:
     """From passage and question in one text, and the choices {"A": ..., "D": ...} with the letter of the answer."""
     passage, _, question = row["question"].rpartition("\n\nQuestion: ")
@@ -243,7 +240,8 @@ def _winograd_schema(row: Task) -> Task:
 
 # Form: (a key that only rows of the Hub's dataset have, the conversion of other rows).
 _FORMS: dict[str, tuple[str, Callable[[Task], Task]]] = {
-    "preprocessed": ("endings", _preprocessed),
+    # The output of the harness's preprocessing: `query`, `choices`, `gold`.
+    "preprocessed": ("endings", lambda row: row | {"label": str(row["gold"])}),
     "belebele": ("flores_passage", _belebele),
     "winograd_schema": ("option1", _winograd_schema),
     "minimal_pair": ("sen", lambda row: {"sen": row["sentence_good"], "wrong_sen": row["sentence_bad"]}),

@@ -138,7 +138,7 @@ class BenchmarkMonitor:
         world = context.inputs.get("synthesize")
         if world is None and "tokenize" in context.inputs:
             world = made_from(context.inputs["tokenize"], "synthesize")
-        key, lines = f"{context.step}.monitor.tasks", dict[str, list[dict[str, Any]]]()
+        key, lines = f"{context.step}.monitor.tasks", dict[str, Sequence[dict[str, Any]]]()
         try:
             results = evaluate(
                 model,
@@ -149,7 +149,7 @@ class BenchmarkMonitor:
                 limit=self.settings.limit,
                 sample_seed=context.recipe.seed,
                 batch_size=rows_that_fit(model, beside=beside),
-                answered=lambda task, line: lines.setdefault(task, []).append(line),
+                answered=lines.update,
                 progress=raise_if_stopped,
             )
         except _Stopped:

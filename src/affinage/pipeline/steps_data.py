@@ -30,7 +30,8 @@ from affinage.pipeline.step import StepContext, Summary, at, check_exists, print
 # Counts of tuning data that are printed: what was cut, left out, or written in another way.
 _COUNTS = (
     *("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere"),
-    *("rewritten", "reasoning_dropped", "prompt_differs"),
+    "rewritten",
+    "reasoning_dropped",
 )
 
 

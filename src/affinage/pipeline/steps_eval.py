@@ -4,7 +4,6 @@ import importlib.util
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
@@ -51,15 +50,30 @@ def evaluate(context: StepContext, training: str) -> Summary:
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
-        texts=validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
+        texts=validation_texts(inputs.get("split")) if settings.compressors else None,
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
     )
-    results["samples"] |= _samples(model, recipe.report.questions if model.chat else recipe.report.prompts)
+    kind, prompts = ("question", recipe.report.questions) if model.chat else ("prompt", recipe.report.prompts)
+    answers = zip(prompts, _answers(model, prompts), strict=True)
+    results["samples"][f"{kind}s"] = [{kind: prompt, "text": answer} for prompt, answer in answers]
     if Processes.current.first:
         (context.folder / _ANSWERS).unlink()  # the results are there now
         write_json(context.folder / "results.json", results)
     return results
+
+
+def _answers(model: LoadedModel, prompts: Sequence[str]) -> list[str]:
+    """What the model writes after prompts, or answers to questions."""
+    tokenizer, rows = model.tokenizer, []
+    for prompt in prompts:
+        talk = [{"role": "user", "content": prompt}]
+        start = [*tokenizer.opening, *tokenizer.encode(prompt)]
+        rows.append(encode_prompt(talk, tokenizer, model.system_prompt) if model.chat else start)
+        if len(rows[-1]) >= model.context:
+            what = f"{prompt[:40]!r} has {len(rows[-1])} tokens; this model takes at most {model.context - 1}"
+            raise UserError(what, where="report")
+    return [answer.text for answer in generate(model, rows, SamplingParams(max_new_tokens=_SAMPLE_TOKENS))]
 
 
 def export(context: StepContext) -> Summary:
@@ -96,23 +110,6 @@ def validation_texts(split: Path | None, most: int | None = None) -> dict[str, l
             if most is None or len(group) < most:
                 group.append(document["text"])
     return dict(texts)
-
-
-def _samples(model: LoadedModel, texts: Sequence[str]) -> dict[str, Any]:
-    """What the model answers to prompts, or to questions: {"prompts": [{"prompt", "text"}]}."""
-    tokenizer = model.tokenizer
-    if model.chat:
-        turns = [[{"role": "user", "content": text}] for text in texts]
-        rows = [encode_prompt(turn, tokenizer, model.system_prompt) for turn in turns]
-    else:
-        rows = [[*tokenizer.opening, *tokenizer.encode(text)] for text in texts]
-    for row, text in zip(rows, texts):
-        if len(row) >= model.context:
-            most = model.context - 1
-            raise UserError(f"{text[:40]!r} has {len(row)} tokens; this model takes at most {most}", where="report")
-    answers = generate(model, rows, SamplingParams(max_new_tokens=_SAMPLE_TOKENS))
-    key = "question" if model.chat else "prompt"
-    return {f"{key}s": [{key: text, "text": answer.text} for text, answer in zip(texts, answers)]}
 
 
 def check_export(loaded: LoadedRecipe) -> None:

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,8 @@ from affinage.config.yaml import brief
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD, Difference, compare, read_answers
-from affinage.report.charts import Figure, Series, line_figure, smoothed, thinned
-from affinage.report.evaluations import Evaluation, read_evaluation
-from affinage.report.facts import MODELS, Facts, collect_facts
-from affinage.report.figures import TITLES, loss_axis, score_figure
+from affinage.report.facts import MODELS, Evaluation, Facts, read_evaluation
+from affinage.report.figures import TITLES, Figure, Series, line_figure, loss_axis, score_figure, smoothed, thinned
 from affinage.report.language import N_, Language, language_of
 from affinage.report.page import render_template, summary
 
@@ -33,13 +32,19 @@ class Entrant:
     name: str  # as the user called it
     facts: Facts  # of its run; empty for results without a run
     results: Path | None = None  # the folder of its answers to benchmarks
-    evaluation: Evaluation | None = None  # what is in it
     last: bool = False  # whether it is its run's last training, not the whole run, whose first one has the loss
 
     @property
     def is_run(self) -> bool:
         """Whether more is known of it than its answers."""
         return bool(self.facts.recipe)
+
+    @cached_property
+    def evaluation(self) -> Evaluation | None:
+        """Its scores; without a folder of answers, those of its run's last model."""
+        if self.results is not None:
+            return read_evaluation(self.name, self.results)
+        return next(reversed(self.facts.evaluations), None)
 
     @property
     def bits_per_byte(self) -> dict[str, float]:
@@ -107,13 +112,6 @@ class Comparison:
         }
 
 
-def entrant(name: str, run: Path | None, results: Path | None, *, parts: Mapping[str, Path] | None = None) -> Entrant:
-    """One to compare: its run's folder, or those of its `parts` that count, the folder of its results, or both."""
-    facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})
-    evaluation = read_evaluation(name, results) if results is not None else next(reversed(facts.evaluations), None)
-    return Entrant(name, facts, results, evaluation, parts is not None)
-
-
 def comparison(entrants: Sequence[Entrant]) -> Comparison:
     """Compare several entrants.
 
@@ -122,19 +120,6 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
     """
     runs = all(one.is_run for one in entrants)
     settings = differing_settings([one.facts.recipe for one in entrants]) if runs else {}
-    found = Comparison(list(entrants), settings, _paired(entrants))
-    if not (found.quantities or settings or any(found.paired.values())):
-        tasks = [[] if one.facts.settings.evaluate.get("tasks") else ["--tasks", "TASK"] for one in entrants]
-        commands = [shlex.join(["affinage", "eval", one.name, *more]) for one, more in zip(entrants, tasks)]
-        raise UserError(
-            "there is nothing to compare: no training, no results, the same settings",
-            where=", ".join(one.name for one in entrants),
-            fix=f"Run their recipes, or evaluate them: {'; '.join(dict.fromkeys(commands))}",
-        )
-    return found
-
-
-def _paired(entrants: Sequence[Entrant]) -> dict[str, list[Difference]]:
     first, paired = entrants[0], {}
     for other in entrants[1:]:
         if first.results is not None and other.results is not None:
@@ -143,7 +128,16 @@ def _paired(entrants: Sequence[Entrant]) -> dict[str, list[Difference]]:
             except UserError:
                 if not (first.is_run and other.is_run):  # then there is nothing else to compare
                     raise
-    return paired
+    found = Comparison(list(entrants), settings, paired)
+    if not (found.quantities or settings or paired):
+        tasks = [[] if one.facts.settings.evaluate.get("tasks") else ["--tasks", "TASK"] for one in entrants]
+        commands = [shlex.join(["affinage", "eval", one.name, *more]) for one, more in zip(entrants, tasks)]
+        raise UserError(
+            "there is nothing to compare: no training, no results, the same settings",
+            where=", ".join(one.name for one in entrants),
+            fix=f"Run their recipes, or evaluate them: {'; '.join(dict.fromkeys(commands))}",
+        )
+    return found
 
 
 def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:

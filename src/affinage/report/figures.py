@@ -1,30 +1,205 @@
-"""The charts of a report: which facts go into which picture."""
+"""The charts of a page: which facts go into which picture; and static SVG, by Vega-Lite for wide and narrow pages.
 
+Colors are the variables of the style sheet, which has values for light, dark and paper. Series differ in shape and dash
+too, so that color is never the only difference.
+"""
+
+import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from affinage.report.charts import (
-    HALF,
-    WIDE,
-    Axis,
-    Figure,
-    Interval,
-    Key,
-    Point,
-    Row,
-    Series,
-    line_figure,
-    row_chart,
-    smoothed,
-    thinned,
-)
-from affinage.report.evaluations import IN_CHAT, Evaluation, Score
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from affinage.report.facts import Evaluation, Point, Training
 from affinage.report.language import N_, Language
-from affinage.report.trainings import Training
+from affinage.results import Score
 
+WIDE, HALF, NARROW = 920, 452, 350  # the page's column and parts of it, and a phone's; pixels
+COLORS = 6  # series beyond them repeat the first colors
+Spec = dict[str, Any]
 LOG_RANGE = 3.0  # a loss that falls by more than this factor is drawn on a logarithmic axis, to show its end
 TITLES = {"pretrain": N_("Pretraining"), "sft": N_("Fine-tuning"), "dpo": N_("Preferences")}
 MODELS = {"base": N_("base"), "sft": N_("fine-tuned"), "dpo": N_("preferences")}
+IN_CHAT = "†"  # marks scores with the chat template
+_SHAPES = ("circle", "square", "triangle-up", "diamond")
+
+
+class Axis(NamedTuple):
+    """The label of an axis, with its unit. `form` is a number format of d3, such as "~s" or ".0%"."""
+
+    label: str
+    form: str = "~s"
+    log: bool = False
+
+
+class Series(NamedTuple):
+    """One line or set of points of a chart.
+
+    `style`: "faint" for raw values behind a line, "line", or "points" for few values joined by a thin line. `errors`
+    are half-lengths of vertical bars, one per point; `ringed` points stand out.
+    """
+
+    label: str
+    points: Sequence[Point]
+    color: int = 0
+    style: Literal["faint", "line", "points"] = "line"
+    errors: Sequence[float] = ()
+    ringed: Sequence[bool] = ()
+
+
+class Interval(NamedTuple):
+    """A value with its standard error, of series `color`; `text` stands beside it."""
+
+    value: float
+    error: float
+    color: int
+    text: str = ""
+
+
+class Row(NamedTuple):
+    """One line of a chart of rows. `chance` is the score of guessing, where it is known."""
+
+    label: str
+    intervals: Sequence[Interval]
+    chance: float | None = None
+
+
+class Key(NamedTuple):
+    """One entry of a legend; `style` is that of a series, hollow, or chance."""
+
+    label: str
+    color: int
+    style: str
+
+
+class Figure(NamedTuple):
+    """A picture with its title, its legend, and the values a reader can point at (JSON, "" for none)."""
+
+    title: str
+    drawing: Markup
+    legend: Sequence[Key] = ()
+    note: str = ""
+    values: str = ""
+
+
+def line_figure(
+    title: str,
+    series: Sequence[Series],
+    x: str,
+    y: Axis,
+    t: Language,
+    *,
+    wide: int = WIDE,
+    height: int = 340,
+    marks: Sequence[int] = (),
+) -> Figure:
+    """Lines over a common x axis, later ones on top; values that a logarithmic axis cannot show are left out.
+
+    `wide` and `height` are pixels on a wide page, `marks` the steps at which the run was resumed.
+    """
+    rows = []
+    for number, one in enumerate(series):
+        with_points = one.style == "points" or len(one.points) == 1
+        look = _look(one.color) | {"style": one.style, "series": number}
+        look["size"] = (80 if len(one.points) <= 40 else 24) if with_points else 0
+        errors, ringed = one.errors or [0.0] * len(one.points), one.ringed or [False] * len(one.points)
+        for (at, value), error, ring in zip(one.points, errors, ringed, strict=True):
+            if math.isfinite(at) and math.isfinite(value) and (value > 0 or not y.log):
+                low = value - error if value > error or not y.log else value  # a logarithmic axis has no place for it
+                rows.append(look | {"x": at, "y": value, "low": low, "high": value + error, "ringed": ring})
+    xs, ends = [row["x"] for row in rows] or [1.0], [row[end] for row in rows for end in ("low", "high")]
+    low = min(0.0, *xs)
+    domain = [low, max(xs)] if max(xs) > low else [0.0, 1.0]
+    scale: Spec = {"type": "log", "nice": False} if y.log else {"zero": False}
+    scale |= {"domain": [min(ends) * 0.95, max(ends) * 1.05]} if y.log and ends else {}
+    spec = {"rows": rows, "marks": [{"x": mark} for mark in marks], "height": height, "x": x, "y_axis": y}
+    drawing = _drawn("line", wide, title, t, domain=domain, y_scale=scale, **spec)
+    note = ""
+    if any(any(one.ringed) for one in series):
+        note = t("Ringed: worse than at an earlier step, by more than chance (McNemar’s test).")
+    elif marks and wide == WIDE:
+        note = t("Resumed at step {steps}, marked by dashed lines.", steps=t.listed(marks))
+    legend = [Key(one.label, one.color, one.style) for one in series]
+    values = [
+        {"label": one.label, "color": one.color, "points": [[at, float(f"{value:.5g}")] for at, value in one.points]}
+        for one in series
+        if one.style != "faint"
+    ]
+    packed = json.dumps({"x": x, "domain": domain, "series": values}, separators=(",", ":"), ensure_ascii=False)
+    return Figure(title, drawing, legend if len(series) > 1 or series[0].label != title else (), note, packed)
+
+
+def row_chart(
+    rows: Sequence[Row], x: Axis, label: str, t: Language, *, shares: bool = True, hollow: bool = False
+) -> Markup:
+    """One row per task: values under each other, with lines of one standard error each way and their texts.
+
+    Labels are unique; `shares` are on an axis from 0 to 1, other values on one from 0 to the largest. The points of the
+    first color can be `hollow`. On a narrow page labels stand above their rows.
+    """
+    values: list[Spec] = []
+    for row in rows:
+        for place, one in enumerate(row.intervals):
+            high = min(1.0, one.value + one.error) if shares else one.value + one.error
+            ends = {"low": max(0.0, one.value - one.error), "high": high}
+            values.append({"row": row.label, "place": str(place), "value": one.value, "text": one.text} | ends)
+            values[-1] |= _look(one.color) | {"first": hollow and one.color == 0}
+    guesses = [{"row": row.label, "value": row.chance} for row in rows if row.chance is not None]
+    most = 1.0 if shares else 1.3 * max((value["high"] for value in values), default=1.0) or 1.0  # with room for texts
+    group = (12 if shares else 17) * max((len(row.intervals) for row in rows), default=1)  # pixels
+    return _drawn("rows", WIDE, label, t, values=values, guesses=guesses, most=most, group=group, x_axis=x)
+
+
+def _look(color: int) -> Spec:
+    return {"color": f"var(--s{color % COLORS})", "shape": _SHAPES[color % len(_SHAPES)]}
+
+
+def _drawn(template: str, wide: int, label: str, t: Language, **values: Any) -> Markup:
+    """The drawing for a wide and for a narrow page, of which the style sheet shows one, as SVG that scales."""
+    import vl_convert  # loads a JavaScript engine
+
+    loader = jinja2.PackageLoader("affinage.report", "templates/charts")
+    templates = jinja2.Environment(loader=loader, autoescape=False)  # noqa: S701 - of JSON
+    shared = json.loads(templates.get_template("shared.json.j2").render())
+    head, drawings = Markup('<svg class="chart" role="img" aria-label="{}" ').format(label), []
+    for width in (wide, NARROW):
+        spec = json.loads(templates.get_template(f"{template}.json.j2").render(values | {"width": width, "wide": wide}))
+        drawn = vl_convert.vegalite_to_svg(shared | spec, format_locale="fr-FR" if t.code == "fr" else None)
+        body = re.sub(r'font-family="[^"]*"', "", drawn[drawn.index("viewBox=") :])
+        drawings.append(head + Markup(body))  # noqa: S704 - Vega escapes the texts
+    return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(*drawings)
+
+
+def thinned(points: Sequence[Point], limit: int = 500) -> list[Point]:
+    """At most `limit` (4 or more) of the points, as on a screen: the ends, and the extremes of each stretch between."""
+    if len(points) <= limit:
+        return list(points)
+    kept = {0, len(points) - 1}
+    for stretch in np.array_split(np.arange(1, len(points) - 1), (limit - 2) // 2):
+        values = [points[at][1] for at in stretch]
+        kept |= {int(stretch[np.argmin(values)]), int(stretch[np.argmax(values)])}
+    return [points[at] for at in sorted(kept)]
+
+
+def smoothed(points: Sequence[Point], span: float = 0.04) -> list[Point]:
+    """A straight line fitted to the window around every point, `span` of the series wide (Savitzky and Golay, 1964).
+
+    Unlike a running average it neither lags behind a falling loss nor flattens the ends, where the window stays whole.
+    """
+    from scipy.signal import savgol_filter
+
+    half = int(span * len(points) / 2)
+    if half < 1:
+        return list(points)
+    x, y = (np.array(axis, dtype=np.float64) for axis in zip(*points, strict=True))
+    return list(zip(x.tolist(), savgol_filter(y, 2 * half + 1, 1).tolist(), strict=True))
+
+
+# ---- which facts go into which picture ----
 
 
 def model_name(evaluation: Evaluation, t: Language) -> str:
@@ -76,19 +251,14 @@ def benchmark_figures(training: Training, t: Language) -> list[Figure]:
         ringed = [any(one.task == task for one in point.worse) for point, _ in known]
         scored.append(Series(task, points, i, "points", [score.stderr or 0.0 for _, score in known], ringed))
     bits = [Series(name, points, i, "points") for i, (name, points) in enumerate(training.bits_per_byte.items())]
-    worse = t("Ringed: worse than at an earlier step, by more than chance (McNemar’s test).")
     shown = [
         (t("Benchmarks during training"), scored, Axis(t("score ± one standard error"), ".0%")),
         (t("Bits per byte"), bits, Axis(t("bits per byte of validation text"), "~g")),
     ]
     shown = [each for each in shown if any(len(one.points) > 1 for one in each[1])]
-    wide = WIDE if len(shown) == 1 else HALF  # one alone stands under the loss step by step
-    look: dict[str, Any] = {"wide": wide, "height": 240, "marks": training.result.resumed_at}
-    figures = []
-    for title, series, y in shown:
-        note = worse if series is scored and training.regressions else ""
-        figures.append(line_figure(title, series, t("step"), y, t, note=note, **look))
-    return figures
+    look: dict[str, Any] = {"height": 240, "marks": training.result.resumed_at}
+    look["wide"] = WIDE if len(shown) == 1 else HALF  # one alone stands under the loss step by step
+    return [line_figure(title, series, t("step"), y, t, **look) for title, series, y in shown]
 
 
 def metric_figure(training: Training, metric: str, title: str, y: Axis, t: Language) -> Figure:

@@ -14,9 +14,9 @@ from markupsafe import Markup
 import affinage
 from affinage.data.json_files import write_atomically
 from affinage.report import figures
-from affinage.report.evaluations import changes, headline, is_share
-from affinage.report.facts import Facts, by_size, collect_facts
+from affinage.report.facts import Facts, by_size, changes, collect_facts
 from affinage.report.language import ABSENT, Language, language_of
+from affinage.results import headline, is_share
 
 # Control characters have no place in HTML, and lone surrogates none in UTF-8: a reader should see that one was there.
 _UNSEEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
@@ -74,7 +74,8 @@ def render_template(name: str, t: Language, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["breakable"] = _breakable
+    # A technical name may be broken after its separators where there is little room.
+    environment.filters["breakable"] = lambda text: Markup("<wbr>").join(re.findall(r"[^_./-]*[_./-]+|[^_./-]+", text))
     return environment.get_template(name).render(
         t=t,
         figures=figures,
@@ -94,11 +95,6 @@ def _visible(value: Any) -> Any:
     if value is None:
         return ABSENT
     return value.translate(_UNSEEN) if isinstance(value, str) else value
-
-
-def _breakable(name: str) -> Markup:
-    """A technical name that may be broken after its separators where there is little room."""
-    return Markup("<wbr>").join(re.findall(r"[^_./-]*[_./-]+|[^_./-]+", name))
 
 
 def summary(facts: Facts, language: str, *, timed: bool = True) -> str:
