@@ -165,7 +165,7 @@ class CheckpointStore:
     def restore(self, step: int, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The state of a step, on the devices and shardings of `abstract`, whatever mesh it was saved from.
 
-        `abstract` has trees of `jax.ShapeDtypeStruct` with shardings, by name; arrays become of their dtypes. Only
+        `abstract` has trees of `jax.ShapeDtypeStruct` with shardings, by name; arrays are cast to their dtypes. Only
         these trees are read. Raises UserError if the step is corrupted, or what was saved does not fit.
         """
         try:
