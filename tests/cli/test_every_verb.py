@@ -50,6 +50,7 @@ JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
     (["train", *WORDS, "--dry-run", "--set", "pretrain.steps=9"], lambda told: told[-1]["runs"]),
     (["sft", *WORDS, "--dry-run"], lambda told: told[-1]["step"] == "sft" and not told[-1]["runs"]),
     (["dpo", *WORDS, "--dry-run"], lambda told: told[-1]["step"] == "dpo" and not told[-1]["runs"]),
+    (["train", *WORDS, "--show", "1"], lambda told: told["complete"][-1] == "tokenize"),
     (["data", *WORDS, "--dry-run"], lambda told: "tokenize" in {row["step"] for row in told}),
     (["data", "lineage", "tiny", "--step", "3"], lambda told: len(told["rows"]) == 8 and told["rows"][0]["documents"]),
     (["data", "search", "tiny", "the", "--limit", "2"], lambda told: len(told["documents"]) == 2),

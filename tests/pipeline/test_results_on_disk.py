@@ -20,10 +20,6 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 REQUEST = Request("filter", 1, {"data": {"filters": {"min_characters": 3}}}, {"ingest": "abc"}, {"a.txt": "1"})
 
 
-def finish(store: Store, request: Request = REQUEST) -> None:
-    store.finish(request, {"documents": 3}, started=time.time(), clock=time.monotonic())
-
-
 def test_a_result_is_there_once_its_manifest_is_until_it_is_damaged_or_begun_again(tmp_path):
     store = Store(tmp_path)
     folder = store.begin(REQUEST, resume=False)
@@ -31,7 +27,7 @@ def test_a_result_is_there_once_its_manifest_is_until_it_is_damaged_or_begun_aga
     file = folder / "part/a.bin"
     file.write_bytes(b"abc")
     assert not store.is_complete(REQUEST) and read_request(folder) == REQUEST
-    finish(store)
+    store.finish(REQUEST, {"documents": 3})
     assert store.is_complete(REQUEST) and read_json(folder / RESULT) == {"documents": 3}
     manifest = read_manifest(folder)
     assert set(manifest["files"]) == {"part/a.bin", "request.json", RESULT}
@@ -63,7 +59,7 @@ def test_a_link_is_replaced_in_one_step(tmp_path):
 
 
 WRITER = """
-import sys, time
+import sys
 from pathlib import Path
 from affinage.pipeline.store import Request, Store
 store = Store(Path(sys.argv[1]))
@@ -74,7 +70,7 @@ for round in range(10_000):
         (folder / name).write_bytes(bytes(50_000))
         if round == 0 and name == "b":
             print("ready", flush=True)
-    store.finish(request, {}, started=time.time(), clock=time.monotonic())
+    store.finish(request, {})
     if round % 2:
         store.discard(request)
 """

@@ -24,7 +24,7 @@ def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """
     from affinage.hardware.chips import chip
     from affinage.hardware.devices import acquire
-    from affinage.pipeline.store import versions
+    from affinage.results import versions
 
     place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
     machine = {

@@ -256,22 +256,20 @@ class PipelineRunner:
             self._link(planned)  # users look at a training while it runs; one that is refused leaves the run as it was
             listener.on_metrics(row)
 
-        with contextlib.ExitStack() as entered:
-            progress = entered.enter_context(listener.running(planned))
-            started, clock = time.time(), time.monotonic()
-            entered.enter_context(located(self.loaded, step.name))
-            for url in filter(is_url, step.files) if planned.forced else ():
-                from affinage.data.downloads import cached_path
+        with listener.running(planned) as progress:
+            with located(self.loaded, step.name), contextlib.ExitStack() as together:
+                for url in filter(is_url, step.files) if planned.forced else ():
+                    from affinage.data.downloads import cached_path
 
-                cached_path(url).unlink(missing_ok=True)
-            if self._remote is not None and step.has_progress:
-                self._remote.resume(request, forced=planned.forced)
-            if step.distributed:
-                work = {"step": step.name, "requests": {name: asdict(each) for name, each in requests.items()}}
-                Processes.current.broadcast(_NEXT, work)
-                entered.enter_context(Processes.current.all_at_work())
-            summary = step.fn(self._context(request, progress=progress, on_metrics=on_metrics))
-        seconds = store.finish(request, summary, started=started, clock=clock)
+                    cached_path(url).unlink(missing_ok=True)
+                if self._remote is not None and step.has_progress:
+                    self._remote.resume(request, forced=planned.forced)
+                if step.distributed:
+                    work = {"step": step.name, "requests": {name: asdict(each) for name, each in requests.items()}}
+                    Processes.current.broadcast(_NEXT, work)
+                    together.enter_context(Processes.current.all_at_work())
+                summary = step.fn(self._context(request, progress=progress, on_metrics=on_metrics))
+            seconds = store.finish(request, summary)
         listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
         return seconds
 

@@ -109,7 +109,7 @@ class Store:
             self.discard(request)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
-        write_json(folder / REQUEST, asdict(request) | {"key": request.key})
+        write_json(folder / REQUEST, asdict(request) | {"key": request.key, "started": time.time()})
         return folder
 
     def discard(self, request: Request) -> None:
@@ -120,14 +120,13 @@ class Store:
             folder.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)  # another process may be sweeping
 
-    def finish(self, request: Request, summary: dict[str, Any], *, started: float, clock: float) -> float:
+    def finish(self, request: Request, summary: dict[str, Any]) -> float:
         """Write `result.json` with the summary, and then the manifest, which makes the folder a result.
 
-        `started` is when the work began, in seconds since 1970, and `clock` what `time.monotonic()` was then. Returns
-        the seconds that it took. Raises UserError if the folder was deleted or moved while the result was made.
+        Returns the seconds since `begin`. Raises UserError if the folder was deleted or moved since then.
         """
         folder = self.path(request)
-        if not (folder / REQUEST).is_file():
+        if (started := read_json(folder / REQUEST).get("started")) is None:
             what = "this folder was deleted or moved while its result was made"
             raise UserError(what, where=str(folder), fix="Run the same command again.")
         write_json(folder / RESULT, summary)
@@ -135,7 +134,7 @@ class Store:
         files = {path.relative_to(folder).as_posix(): hash_on_disk(path) for path in inside if path.is_file()}
         for path in (folder, *filter(Path.is_dir, inside)):
             _sync_folder(path)
-        seconds = round(time.monotonic() - clock, 3)
+        seconds = round(time.time() - started, 3)
         begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
         made = {"files": files, "started": begun, "seconds": seconds, "versions": versions()}
         write_json(folder / MANIFEST, {"format": FORMAT, **asdict(request), "key": request.key, **made})
@@ -158,9 +157,8 @@ def read_request(folder: Path) -> Request | None:
     Names in it become names of folders, so a file with others, which a stranger may have written, is not read.
     """
     value = read_json(folder / REQUEST)
-    value.pop("key", None)
     try:
-        request = Request(**value)
+        request = Request(**{name: part for name, part in value.items() if name not in ("key", "started")})
         names = [request.step, *request.inputs.keys(), *request.inputs.values()]
         return request if all(map(_NAME.fullmatch, names)) else None
     except (TypeError, AttributeError):

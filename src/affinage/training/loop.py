@@ -63,7 +63,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         logger = stack.enter_context(MetricLogger(trainer, goodput, start, console))
         own_folder = job.folder if processes.first else None
         monitor = HealthMonitor(job.settings.health, own_folder, start, meta.get("health", {}), console.say)
-        profiler = stack.enter_context(Profiler(job.runtime.profiled, job.folder))
+        profiler = stack.enter_context(contextlib.closing(Profiler(job.runtime.profiled, job.folder)))
         if start:
             console.say(f"resuming from checkpoint {start:,}")
         why_ended = evaluator(start, state, logger, resumed=True)

@@ -237,30 +237,23 @@ class GoodputTimer:
         self._running, self._since = account, now
 
 
-class ConsoleWriter:
+class ConsoleWriter(Progress):
     """What a person sees while a run trains: a live bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, name: str, steps: int, start: int, *, shown: bool = True) -> None:
-        self._name, self._steps, self._shown = name, steps, shown
-        self._console = rich.get_console()
-        self._last_line, self._last_step = -_SECONDS_BETWEEN_LINES, start
+        console = rich.get_console()
         columns = ("[bold]{task.description}", BarColumn(10), "{task.completed:,}/{task.total:,}  {task.fields[line]}")
-        self._bar = Progress(*columns, console=self._console, disable=not (shown and self._console.is_terminal))
-        self._task = self._bar.add_task(name, total=steps, completed=start, line="")
-
-    def __enter__(self) -> "ConsoleWriter":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        super().__init__(*columns, console=console, disable=not (shown and console.is_terminal))
+        self._name, self._steps, self._shown = name, steps, shown
+        self._last_line, self._last_step = -_SECONDS_BETWEEN_LINES, start
+        self._task = self.add_task(name, total=steps, completed=start, line="")
 
     def training(self, row: Mapping[str, Any]) -> None:
         """Show a training line."""
         now, step, line = time.monotonic(), row["step"], step_line(row, self._steps)
         is_late = now - self._last_line >= _SECONDS_BETWEEN_LINES
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=step, line=line)
+        if self.console.is_terminal:
+            self.update(self._task, completed=step, line=line)
         elif is_late or step == self._steps or step - self._last_step >= _SHARE_BETWEEN_LINES * self._steps:
             self._last_line, self._last_step = now, step
             self.say(f"step {step:,}/{self._steps:,}  {line}")
@@ -276,7 +269,7 @@ class ConsoleWriter:
     def say(self, message: str) -> None:
         """Show a message above the bar."""
         if self._shown:
-            self._console.print(f"{self._name}: {message}", highlight=False, markup=False, soft_wrap=True)
+            self.console.print(f"{self._name}: {message}", highlight=False, markup=False, soft_wrap=True)
 
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:
@@ -344,14 +337,6 @@ class Profiler:
         self._folder = folder / "profile" / (f"process-{processes.index}" if processes.count > 1 else "")
         self._running = False
 
-    def __enter__(self) -> "Profiler":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._running:
-            self._running = False
-            jax.profiler.stop_trace()
-
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
         """Enter this while a step is dispatched."""
         if not self._first <= step <= self._last:
@@ -367,4 +352,10 @@ class Profiler:
         """Close the trace after its last step; `values` are ready when the devices are done with the step."""
         if self._running and step >= self._last:
             jax.block_until_ready(values)
-            self.__exit__()
+            self.close()
+
+    def close(self) -> None:
+        """Close the trace, if there is one."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
