@@ -165,13 +165,8 @@ class CheckpointStore:
     def restore(self, step: int, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The state of a step, on the devices and shardings of `abstract`, whatever mesh it was saved from.
 
-        Args:
-            step: one of `steps()`.
-            abstract: trees of `jax.ShapeDtypeStruct` with shardings, by name, to whose dtypes arrays are converted.
-                Only these trees are read.
-
-        Raises:
-            UserError: the step is corrupted, or what was saved does not fit.
+        `abstract` has trees of `jax.ShapeDtypeStruct` with shardings, by name; arrays are cast to their dtypes. Only
+        these trees are read. Raises UserError if the step is corrupted, or what was saved does not fit.
         """
         try:
             return self._read(step, abstract)[0]
@@ -200,11 +195,8 @@ class CheckpointStore:
         """Step, state and facts of the newest step that is intact; None if nothing was ever saved.
 
         Incomplete and corrupted steps are named in a `CheckpointWarning` and passed over, by all processes alike.
-
-        Args:
-            abstract: see `restore`.
-            accept: gets the facts of a step before it is loaded; may refuse it with a UserError, which is raised.
-            at_most: the newest step up to this one is wanted; if there is none, the first one after it is taken.
+        `abstract` is as for `restore`. `accept` gets the facts of a step before it is loaded, and may refuse it with a
+        UserError, which is raised. With `at_most` it is the newest up to this step, else the first one after it.
 
         Raises:
             UserError: there are steps but none can be restored; starting from nothing would hide that.

@@ -1,7 +1,7 @@
 """Step `dedup`: one of several equal or nearly equal documents stays, in four passes over files.
 
 1. Signatures: a hash of the content and one key for each band of MinHash (LSH), a file for each document file.
-2. Bands: the keys of each band are sorted; documents that share a key with another one are candidates.
+2. Buckets: the keys of each band are sorted; documents with the same key are in one bucket, and are candidates.
 3. N-grams: the word n-grams of all candidates, a file for each document file.
 4. Comparison: from the best candidate to the worst. A document goes if its exact Jaccard similarity to a document that
    stays, and with which it shares a key, reaches the threshold.
@@ -100,13 +100,16 @@ def find_duplicates(
     scratch.mkdir(parents=True, exist_ok=True)
     numbered, starts = list(enumerate(files)), first_documents(files)
     executor.map(partial(_sign, settings, scratch), numbered, scratch / "sign", threads=True, label="signing")
-    candidates = np.zeros(starts[-1], bool)  # pass 2: documents that share the key of a band with another one
+    candidates, first = np.zeros(starts[-1], bool), 0  # those that share a bucket; the number of the next bucket
     for band in range(settings.num_buckets):
-        candidates |= _buckets(_signatures(scratch, len(files), len(_FACTS) + band))[0] >= 0
+        buckets = _buckets(_signatures(scratch, len(files), len(_FACTS) + band), first)
+        np.save(scratch / f"buckets-{band}.npy", buckets)
+        candidates |= buckets >= 0
+        first = max(first, int(buckets.max(initial=-1)) + 1)
     np.save(scratch / "candidates.npy", candidates)
     tasks = [(number, path, start) for (number, path), start in zip(numbered, starts)]
     executor.map(partial(_gather, settings, scratch), tasks, scratch / "gather", threads=True, label="gathering")
-    return _compare(settings, scratch, candidates, len(files), starts[released])
+    return _compare(settings, scratch, candidates, first, len(files), starts[released])
 
 
 def _sign(settings: DedupSettings, scratch: Path, task: tuple[int, Path]) -> None:
@@ -145,7 +148,7 @@ def _gather(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int])
 
 
 def _compare(
-    settings: DedupSettings, scratch: Path, candidates: np.ndarray, files: int, released: int
+    settings: DedupSettings, scratch: Path, candidates: np.ndarray, bucket_count: int, files: int, released: int
 ) -> tuple[pa.Table, int]:
     """Pass 4: the table of the removed documents, and how many pairs were compared. N-grams stay in a mapped file.
 
@@ -166,14 +169,12 @@ def _compare(
     starts = np.append(0, np.cumsum(table["size"].to_numpy()))
     order = pc.sort_indices(table, _BEST_FIRST).to_numpy()
     table, starts, documents = table.take(order), starts[order], documents[order]
-    buckets, count = np.empty((len(table), settings.num_buckets), np.int32), 0
+    buckets = np.empty((len(table), settings.num_buckets), np.int32)
     for band in range(settings.num_buckets):
-        own, size = _buckets(_signatures(scratch, files, len(_FACTS) + band)[documents])
-        buckets[:, band] = np.where(own >= 0, own + count, -1)
-        count += size
+        buckets[:, band] = np.load(scratch / f"buckets-{band}.npy", mmap_mode="r")[documents]
     n_grams, stays = np.memmap(scratch / "sets", np.uint64, "r"), int(facts["released"].sum())
     match, similarity, compared = _match(
-        buckets, count, n_grams, starts, table["size"].to_numpy(), settings.threshold, MAX_COMPARED, stays
+        buckets, bucket_count, n_grams, starts, table["size"].to_numpy(), settings.threshold, MAX_COMPARED, stays
     )
     found = np.flatnonzero(match >= 0)
     gone, kept = table.take(pa.array(found)), table.take(pa.array(match[found]))
@@ -191,16 +192,16 @@ def _compare(
     return pa.table(removed).sort_by("document"), int(compared)
 
 
-def _buckets(keys: np.ndarray) -> tuple[np.ndarray, int]:
-    """The bucket of every document by its key in one band, int32 [N], -1 where it is alone; and how many there are."""
+def _buckets(keys: np.ndarray, first: int) -> np.ndarray:
+    """The bucket of every document by its key in one band, numbered from `first`, int32 [N]; -1 where it is alone."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     new, last = np.ones(order.size, bool), np.ones(order.size, bool)
     new[1:] = last[:-1] = ordered[1:] != ordered[:-1]
-    shared, new = ~(new & last), new & ~last
+    shared = ~(new & last)
     buckets = np.full(keys.size, -1, np.int32)
-    buckets[order[shared]] = np.cumsum(new)[shared] - 1
-    return buckets, int(new.sum())
+    buckets[order[shared]] = first + np.cumsum(new & ~last)[shared] - 1
+    return buckets
 
 
 @kernel

@@ -83,7 +83,7 @@ def version_of(url: str) -> str:
     Returns "" where the server gives none. Raises the error of the library if it does not answer.
     """
     if is_web(url):
-        _versions[url] = _version_in(_head(url))
+        _versions[url] = _version_in(headers_of(url))
     else:
         content = json.dumps(listed(url)[2], sort_keys=True, default=str)
         _versions[url] = hashlib.sha256(content.encode()).hexdigest()[:32]
@@ -103,18 +103,13 @@ def version_of_copy(url: str) -> str:
 # ---- downloading ----
 
 
-def _head(url: str) -> Any:
+def headers_of(url: str) -> Any:
     """The headers of the file at a web address; none where the server knows no HEAD. Raises requests' errors."""
     answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
     if answer.status_code in (405, 501):
         return {}
     answer.raise_for_status()
     return answer.headers
-
-
-def size_of(url: str) -> int:
-    """Bytes of the file at a web address; 0 where the server gives none. Raises requests' errors."""
-    return int(_head(url).get("Content-Length", 0))
 
 
 def cached(url: str, sha256: str = "") -> Path:

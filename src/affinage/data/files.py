@@ -15,7 +15,7 @@ from typing import IO, Any, ClassVar, cast
 import pyarrow as pa
 
 from affinage.config.data import SourceSettings
-from affinage.data.downloads import cached, cached_path, file_system, is_web, listed, size_of
+from affinage.data.downloads import cached, cached_path, file_system, headers_of, is_web, listed
 from affinage.data.places import is_folder, printable
 from affinage.errors import TransientError, UserError, first_line, is_transient
 
@@ -142,7 +142,7 @@ def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
     try:
         if is_web(url):  # what is in the cache needs no network
             name, copy = PurePosixPath(url.split("?", 1)[0]).name, cached_path(url)
-            size = copy.stat().st_size if copy.is_file() else size_of(url)
+            size = copy.stat().st_size if copy.is_file() else int(headers_of(url).get("Content-Length", 0))
             files.append(SourceFile(url, name, kind_of(name, code=code), size, source.sha256))
         else:
             filesystem, base, entries = listed(url)

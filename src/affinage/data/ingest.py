@@ -6,6 +6,7 @@ where its kind can be read in parts, a file of a dataset each.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,12 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Task:
-    """Parts of one source that are read together, and how."""
+    """Parts of one source that are read together."""
 
-    settings: SourceSettings  # a dataset of the Hub has the commit that it is at as `revision`
-    source: str  # the source's name, unique in the recipe, and safe as a part of a file name
+    name: str  # of the source, unique in the recipe, and safe as a part of a file name
+    source: SourceSettings  # a dataset of the Hub has the commit that it is at as `revision`
     parts: tuple[Part, ...]
-    folder: Path
-    on_error: str | None
-    sample: float  # share of the documents to take
-    stem: str = ""  # of the files that it writes
+    stem: str  # of the files that it writes
     limit: int | None = None  # bytes of text
 
     @property
@@ -69,9 +67,8 @@ def ingest(
         source, parts = find_parts(source, settings, f"data.sources[{position}]", world)
         if is_on_hub(source, settings.mirror):
             commits[name] = source.revision
-        share = settings.sample if source.max_bytes is None else 1.0
-        tasks[name] = _divide(Task(source, name, tuple(parts), folder / name, settings.on_error, share))
-    by_source = _read_all(tasks, settings, executor)
+        tasks[name] = _divide(name, source, parts)
+    by_source = _read_all(tasks, folder, settings, executor)
 
     for position, (source, results) in enumerate(zip(settings.sources, by_source)):
         own = Stats.total(result["stats"] for result in results)
@@ -130,11 +127,11 @@ def check(source: SourceSettings, settings: DataSettings, where: str = "") -> No
 # ---- tasks ----
 
 
-def _divide(whole: Task) -> list[Task]:
+def _divide(name: str, source: SourceSettings, parts: Sequence[Part]) -> list[Task]:
     """Consecutive parts of a source, together about `TASK_BYTES`: the same tasks for any number of workers."""
     groups: list[list[Part]] = []
     size = 0  # of the last group
-    for part in whole.parts:
+    for part in parts:
         pieces, divisible = [part], part.kind in ("lines", "table") and not compression_of(part.name)
         if isinstance(part, SourceFile) and divisible and part.stored > TASK_BYTES:
             starts = range(0, part.stored, TASK_BYTES)
@@ -145,11 +142,12 @@ def _divide(whole: Task) -> list[Task]:
                 groups.append([])
                 size = piece.stored
             groups[-1].append(piece)
-    stems = (f"{whole.source}-{number:05d}" for number in range(len(groups)))
-    return [replace(whole, parts=tuple(group), stem=stem) for group, stem in zip(groups, stems)]
+    return [Task(name, source, tuple(group), f"{name}-{number:05d}") for number, group in enumerate(groups)]
 
 
-def _read_all(tasks: dict[str, list[Task]], settings: DataSettings, executor: Executor) -> list[list[dict[str, Any]]]:
+def _read_all(
+    tasks: dict[str, list[Task]], folder: Path, settings: DataSettings, executor: Executor
+) -> list[list[dict[str, Any]]]:
     """What the tasks of each source read, in their order.
 
     Of a source with `max_bytes`, tasks are read in waves, in shuffled order, each with its share of what is left, until
@@ -161,15 +159,14 @@ def _read_all(tasks: dict[str, list[Task]], settings: DataSettings, executor: Ex
     def read(work: list[Task], name: str) -> int:
         """Read some tasks; returns the bytes of text that they gave."""
         bytes = max(sum(task.stored for task in work), POOL_BYTES if remote else 0)
-        place = work[0].folder.parent / "completions" / name
-        done = executor.map(run, work, place, bytes=bytes)
+        done = executor.map(partial(run, folder, settings), work, folder / "completions" / name, bytes=bytes)
         results.update(zip([task.stem for task in work], done, strict=True))
         return sum(sum(result["stats"]["bytes"].values()) for result in done)
 
-    if everything := [task for own in tasks.values() for task in own if task.settings.max_bytes is None]:
+    if everything := [task for own in tasks.values() for task in own if task.source.max_bytes is None]:
         read(everything, "whole")
     for name, own in tasks.items():
-        left = total = (own[0].settings.max_bytes or 0) * settings.sample
+        left = total = (own[0].source.max_bytes or 0) * settings.sample
         order = np.argsort(shuffle_keys([task.stem for task in own], 0, "waves"), kind="stable")
         waiting = [own[position] for position in order]
         while waiting and total and left >= 0.01 * total:
@@ -181,12 +178,11 @@ def _read_all(tasks: dict[str, list[Task]], settings: DataSettings, executor: Ex
     return [[results[task.stem] for task in own if task.stem in results] for own in tasks.values()]
 
 
-def run(task: Task) -> dict[str, Any]:
+def run(folder: Path, settings: DataSettings, task: Task) -> dict[str, Any]:
     """Read the parts of one task into document files; returns its statistics."""
-    stats, taken = Stats(), 0
-    settings, code = task.settings, task.settings.kind == "code"
-    with DocumentWriter(task.folder, task.stem, stats) as writer:
-        for record in _usable(task, stats):
+    stats, taken, source, code = Stats(), 0, task.source, task.source.kind == "code"
+    with DocumentWriter(folder / task.name, task.stem, stats) as writer:
+        for record in _usable(task, settings, stats):
             size = len(record.text.encode())
             if task.limit is not None and taken and taken + size > task.limit:
                 break
@@ -196,35 +192,35 @@ def run(task: Task) -> dict[str, Any]:
             claimed = f"{record.language}?" if record.language not in ("", CODE_LANGUAGE) else ""
             writer.add(
                 id=record.id,
-                source=task.source if settings.name or not record.source else safe_name(record.source),
-                language=CODE_LANGUAGE if code else settings.language or claimed,
-                language_score=1.0 if settings.trust_language and not code else None,
+                source=task.name if source.name or not record.source else safe_name(record.source),
+                language=CODE_LANGUAGE if code else source.language or claimed,
+                language_score=1.0 if source.trust_language and not code else None,
                 url=record.url,
-                license=record.license or settings.license,
+                license=record.license or source.license,
                 text=record.text,
             )
-    files = [str(path.relative_to(task.folder.parent)) for path in writer.files]
+    files = [str(path.relative_to(folder)) for path in writer.files]
     return {"stats": vars(stats), "files": files}
 
 
-def _usable(task: Task, stats: Stats) -> Iterator[Record]:
+def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record]:
     """The usable records of the task that are in the sample; the others are counted, with where they are."""
-    name = task.source
+    name, share = task.name, settings.sample if task.source.max_bytes is None else 1.0
     for part in task.parts:
         try:
-            for record in read_records(part, task.settings):
+            for record in read_records(part, task.source):
                 if isinstance(record, BadRecord):
-                    if task.on_error == "raise" and record.reason in BROKEN:
+                    if settings.on_error == "raise" and record.reason in BROKEN:
                         fix = "Mend it, or count and skip such records: data.on_error=skip."
                         raise UserError(f"{record.reason}: {record.detail}", where=record.id, fix=fix)
                     stats.enter(1, len(record.text.encode(errors="replace")))
                     stats.remove(record.reason, id=record.id, source=name, text=record.text, detail=record.detail)
-                elif task.sample == 1 or shuffle_keys([f"{name}/{record.id}"], 0, "sample")[0] < task.sample * 2**64:
+                elif share == 1 or shuffle_keys([f"{name}/{record.id}"], 0, "sample")[0] < share * 2**64:
                     yield record
                 else:
                     stats.other["not_sampled"] += 1
         except DamagedFile as damage:
-            if task.on_error != "skip":
+            if settings.on_error != "skip":
                 where = part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name
                 fix = "Replace the file, or set data.on_error=skip to keep what can be read of such files."
                 raise UserError(str(damage), where=where, fix=fix) from None

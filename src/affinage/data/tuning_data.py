@@ -305,8 +305,8 @@ def _finish(
     for part, name in itertools.product(sums, counts):
         shards = [results[part] for task, results in zip(tasks, written) if task.name == name and part in results]
         if shards:
-            facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": np.dtype(tokenizer.dtype).name}
-            facts["most_in_a_row"] = max(shard["most_in_a_row"] for shard in shards)
+            most, dtype = max(shard["most_in_a_row"] for shard in shards), np.dtype(tokenizer.dtype).name
+            facts: dict[str, Any] = {"source": name, "seq_len": tasks[0].seq_len, "dtype": dtype, "most_in_a_row": most}
             facts = finish_folder(tasks[0].folder / part / name, shards, tokenizer.conversation_marks, **facts)
             sums[part][name] = {key: facts[key] for key in _COUNTS} | {"bytes": facts["row_bytes"]}
     train = sums["train"]
