@@ -92,8 +92,9 @@ class Tokenizer:
         self.kind = "hub" if not self.fixed_ids else "bpe" if state["model"].get("byte_fallback") else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
         model = state["model"]
+        unknown = model.get("unk_id", ids.get(model.get("unk_token")))  # the former of Unigram models
         spells_bytes = model.get("byte_fallback") or self._byte_level
-        self.unknown: int = -1 if spells_bytes else ids.get(model.get("unk_token"), model.get("unk_id") or -1)
+        self.unknown: int = -1 if spells_bytes or unknown is None else unknown
         """The id of what the vocabulary cannot spell; -1 where there is none."""
         normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
         self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
