@@ -188,7 +188,7 @@ def run(folder: Path, settings: DataSettings, task: Task) -> dict[str, Any]:
                 break
             taken += size
             stats.other["lone_surrogates"] += record.replaced
-            stats.enter(1, size)
+            stats.read.update(documents=1, bytes=size)
             claimed = f"{record.language}?" if record.language not in ("", CODE_LANGUAGE) else ""
             writer.add(
                 id=record.id,
@@ -213,7 +213,7 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
                     if settings.on_error == "raise" and record.reason in BROKEN:
                         fix = "Mend it, or count and skip such records: data.on_error=skip."
                         raise UserError(f"{record.reason}: {record.detail}", where=record.id, fix=fix)
-                    stats.enter(1, len(record.text.encode(errors="replace")))
+                    stats.read.update(documents=1, bytes=len(record.text.encode(errors="replace")))
                     stats.remove(record.reason, id=record.id, source=name, text=record.text, detail=record.detail)
                 elif share == 1 or shuffle_keys([f"{name}/{record.id}"], 0, "sample")[0] < share * 2**64:
                     yield record
@@ -224,5 +224,5 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
                 where = part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name
                 fix = "Replace the file, or set data.on_error=skip to keep what can be read of such files."
                 raise UserError(str(damage), where=where, fix=fix) from None
-            stats.enter(1, 0)
+            stats.read.update(documents=1, bytes=0)
             stats.remove("damaged file", id=part.name, source=name, text="", detail=str(damage))
