@@ -92,17 +92,12 @@ def ingest(
 
 
 def find_parts(
-    source: SourceSettings,
-    settings: DataSettings | TuningSettings,
-    where: str,
-    world: str = "",
-    *,
-    of_text: bool = True,
+    source: SourceSettings, settings: DataSettings | TuningSettings, where: str, world: str = ""
 ) -> tuple[SourceSettings, Sequence[Part]]:
     """The settings of a source, with the commit of a dataset of the Hub as its revision, and the parts of it.
 
-    `world` is where the pocket world's files are. With `of_text` a dataset must have the source's column of text.
-    Raises UserError if the source is not there.
+    `world` is where the pocket world's files are. Raises UserError if the source is not there, or a dataset of
+    documents has no column of text.
     """
     place = location(source, settings.root, settings.mirror)
     if source.path == POCKET_WORLD:  # of which no more is generated than `max_bytes`
@@ -111,7 +106,7 @@ def find_parts(
         source = at_commit(place, source, where)
     elif not source.dataset or not is_folder(source.dataset):
         return source, find(place, source, where)
-    return source, parts_of(place, source, where, of_text=of_text)
+    return source, parts_of(place, source, where, of_text=isinstance(settings, DataSettings))
 
 
 def check(source: SourceSettings, settings: DataSettings, where: str = "") -> None:
