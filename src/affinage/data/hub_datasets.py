@@ -35,7 +35,7 @@ def at_commit(place: str, settings: SourceSettings, where: str, *, patience: flo
     return settings.model_copy(update={"revision": info.sha or settings.revision})
 
 
-def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool = True) -> list[DatasetPart]:
+def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool) -> list[DatasetPart]:
     """A dataset in as many parts as it has files. Raises UserError if it cannot be opened.
 
     `place` is its name on the Hub, or its folder; `settings` are, of one on the Hub, as `at_commit` returns them;
