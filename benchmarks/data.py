@@ -59,13 +59,13 @@ def keepers(documents: Path) -> np.ndarray:
     """Return for every text the one that is kept: itself, or the one that it is a copy of."""
     from affinage.config.data import DedupSettings
     from affinage.data.dedup import find_duplicates
-    from affinage.data.documents import document_files, row_groups
+    from affinage.data.documents import document_files, first_documents
     from affinage.data.executor import Executor
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as scratch:
         files = document_files(documents)
         removed, _ = find_duplicates(files, DedupSettings(), Path(scratch), executor=Executor(1))
-        kept = np.arange(sum(group.rows for path in files for group in row_groups(path)))
+        kept = np.arange(first_documents(files)[-1])
         kept[removed["document"].to_numpy()] = removed["kept"].to_numpy()
         return kept
 

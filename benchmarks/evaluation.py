@@ -30,7 +30,7 @@ def requests_of(task: str, data: Path, items: int, longest: int, encode: Callabl
     from affinage.evaluation.harness import load_tasks
     from affinage.evaluation.tasks import find_tasks
 
-    (loaded,) = load_tasks(find_tasks([task], {}, data)[0]).values()
+    (loaded,) = load_tasks(find_tasks([task], data)[0]).values()
     loaded.build_all_requests(limit=items, rank=0, world_size=1)
     long = {request.doc_id for request in loaded.instances if len(encode(*request.args)[1]) > longest}
     return [request for request in loaded.instances if request.doc_id not in long]

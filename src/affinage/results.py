@@ -314,10 +314,6 @@ class EvaluationResult(Result):
         found = ((name, one) for name in ("prompts", "questions") for one in self.samples.get(name, ()))
         return [(name == "questions", one.prompt or one.question, one.text) for name, one in found]
 
-    def score(self, task: str, metric: str) -> Score | None:
-        """The score of that task and metric, if it was computed."""
-        return self.by_task.get(task, {}).get(metric)
-
     def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The scores as JSON: task -> metric -> value, stderr, and whether it was asked in the chat template."""
         return {

@@ -75,7 +75,7 @@ def test_the_stages_that_judge_give_what_one_device_gives(
         open_model(model, runs),
         [task, "pocket-world"],
         folder=tmp_path / stage,
-        task_folders={"pocket-world": next((runs / "store").glob("synthesize-*")) / "tasks"},
+        world=next((runs / "store").glob("synthesize-*")),
         limit=3,
     )
     assert together["tasks"].keys() == alone["tasks"].keys() and len(together["tasks"]) > 5

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from affinage.data import documents
-from affinage.data.documents import SCHEMA, DocumentWriter, clear_documents, document_files, read_documents, row_groups
+from affinage.data.documents import SCHEMA, DocumentWriter, clear_documents, document_files, read_documents
 from affinage.errors import of_the_machine
 from source_forms import rows_of
 
@@ -42,7 +42,7 @@ def test_files_and_row_groups_are_bounded_in_bytes_of_text(tmp_path, monkeypatch
     write(tmp_path, ["x" * 100] * 200)
     files = document_files(tmp_path)
     assert len(files) == 4 and files == sorted(files)
-    assert {group.rows for path in files for group in row_groups(path)} == {10}
+    assert {batch.num_rows for batch in read_documents(tmp_path)} == {10}
     assert sum(batch.num_rows for batch in read_documents(tmp_path)) == 200
 
 

@@ -195,14 +195,13 @@ def test_all_tasks_are_there_and_exactly_one_choice_is_true(world: Path, languag
 
 
 def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_space(world: Path) -> None:
-    known = {POCKET_WORLD: world / "tasks"}
-    assert {task["task"] for task in find_tasks([POCKET_WORLD], known)[0]} == set(POCKET_TASKS)
-    found, _ = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], known)
+    assert {task["task"] for task in find_tasks([POCKET_WORLD], world=world)[0]} == set(POCKET_TASKS)
+    found, _ = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], world=world)
     assert [task["task"] for task in found] == ["pocket_chat_fr", "piqa", "pocket_agreement_en"]
     assert found[1] == {"task": "piqa"} and list(map(is_chat, found)) == [True, False, False]
     with pytest.raises(UserError):
-        find_tasks(["pocket_agreement_en"], {})
-    (task,) = find_tasks(["pocket_facts_en"], known)[0]
+        find_tasks(["pocket_agreement_en"])
+    (task,) = find_tasks(["pocket_facts_en"], world=world)[0]
     with quiet():
         (loaded,) = load_tasks([task]).values()
         loaded.build_all_requests(limit=1)

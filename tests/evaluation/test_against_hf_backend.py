@@ -83,7 +83,7 @@ def results(backends, theirs, tmp_path_factory):
 
     def run(lm):
         with quiet():
-            tasks = load_tasks(find_tasks([str(folder)], {})[0])
+            tasks = load_tasks(find_tasks([str(folder)])[0])
             return evaluate(lm, {"tasks": tasks, "groups": {}, "group_map": {}}, bootstrap_iters=20)
 
     return run(JaxLM(backends[0], batch=8)), run(theirs)

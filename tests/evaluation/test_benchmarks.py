@@ -45,7 +45,7 @@ def test_local_items_are_put_as_the_harness_puts_the_hub_s(name, tmp_path):
             folder.mkdir()
             stem = (name, *BENCHMARKS[name].get("files", ()))[-1]
             (folder / f"{stem}.jsonl.gz").write_bytes(gzip.compress(json.dumps(item).encode()))
-            (config,) = find_tasks([name], {}, folder)[0]
+            (config,) = find_tasks([name], folder)[0]
             (task,) = load_tasks([config]).values()
             assert requests_of(task) == expected, form
             assert task.config.metric_list == as_the_harness_has_it(name).config.metric_list
@@ -53,11 +53,11 @@ def test_local_items_are_put_as_the_harness_puts_the_hub_s(name, tmp_path):
 
 def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
     folder = write_items(tmp_path / "items", ["piqa", "boolq", "xnli_fr"])
-    found, left_out = find_tasks(["julian"], {}, folder)
+    found, left_out = find_tasks(["julian"], folder)
     assert [task["task"] for task in found] == ["piqa", "boolq"] and all("where" in task for task in found)
     assert set(left_out) == set(GROUPS["julian"]) - {"piqa", "boolq"}
     assert [file.name for file in files_of(["french", "piqa"], folder)] == ["xnli_fr.jsonl", "piqa.jsonl"]
-    assert find_tasks(["julian"], {}) == ([{"task": name} for name in GROUPS["julian"]], [])
+    assert find_tasks(["julian"]) == ([{"task": name} for name in GROUPS["julian"]], [])
 
 
 @pytest.mark.full
@@ -86,13 +86,13 @@ def test_every_benchmark_is_scored_with_its_metrics_and_standard_errors(tmp_path
 )
 def test_a_folder_without_the_items_is_refused(task, named, tmp_path):
     with pytest.raises(UserError, match=named) as refused:
-        find_tasks([task], {}, tmp_path)
+        find_tasks([task], tmp_path)
     assert refused.value.fix or refused.value.where
 
 
 def test_a_row_of_another_form_is_named(tmp_path):
     (tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
-    (config,) = find_tasks(["belebele_fra_Latn"], {}, tmp_path)[0]
+    (config,) = find_tasks(["belebele_fra_Latn"], tmp_path)[0]
     with pytest.raises(UserError, match=r"row 1 .* belebele_fra_Latn"):
         load_tasks([config])
 

@@ -35,12 +35,12 @@ def world(tmp_path):
     folder = tmp_path / "tasks"
     write_task(folder, "sums", ITEMS, metadata={"version": 3.0})
     write_task(folder, "answers", ITEMS, **CHAT)
-    return {"pocket-world": folder}
+    return tmp_path
 
 
 def test_a_base_model_is_not_asked_to_chat_and_items_longer_than_the_context_are_counted(world, tmp_path, capfd):
-    choice_task.write_items(world["pocket-world"], [*ITEMS[:6], ITEMS[6] | {"question": "seven plus " * 60}])
-    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, folder=tmp_path / "out")
+    choice_task.write_items(world / "tasks", [*ITEMS[:6], ITEMS[6] | {"question": "seven plus " * 60}])
+    results = evaluate(tiny_llama(), ["pocket-world"], world=world, folder=tmp_path / "out")
     assert results["skipped"] == ["answers"]
     sums = results["tasks"]["sums"]
     assert sums["items"] == 7 and sums["truncated"] == 1 and sums["version"] == 3.0 and sums["num_fewshot"] == 0
@@ -57,7 +57,7 @@ def test_a_base_model_is_not_asked_to_chat_and_items_longer_than_the_context_are
 
 def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp_path):
     told, kept, model = [], tmp_path / "answers.db", replace(tiny_llama(), chat=True)
-    asked = {"task_folders": world, "limit": 4, "keep": kept, "folder": tmp_path}
+    asked = {"world": world, "limit": 4, "keep": kept, "folder": tmp_path}
     results = evaluate(model, ["pocket-world"], **asked, progress=told.append)
     assert set(results["tasks"]) == {"sums", "answers"} and results["tasks"]["answers"]["items"] == 4
     sample = results["samples"]["answers"][0]
@@ -76,7 +76,7 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
 
 def test_items_are_drawn_by_a_seed(world, tmp_path):
     def drawn(name, **settings):
-        evaluate(tiny_llama(), ["pocket-world"], task_folders=world, folder=tmp_path / name, **settings)
+        evaluate(tiny_llama(), ["pocket-world"], world=world, folder=tmp_path / name, **settings)
         return [json.loads(line) for line in (tmp_path / name / "items/sums.jsonl").read_text().splitlines()]
 
     every = {line["hash"]: line["id"] for line in drawn("every")}

@@ -28,7 +28,7 @@ def test_data_files_and_templates_are_found_beside_the_task_file(tmp_path, monke
     write(tmp_path / "tasks", "chat.yaml", {"include": "shared", "task": "two"})
     write(tmp_path / "tasks", "shared", {"dataset_path": "hub/two", "output_type": "generate_until"})  # is no task
     monkeypatch.chdir(tmp_path)
-    chat, one, named = find_tasks(["world", "tasks/one.yaml", "hellaswag"], {"world": tmp_path / "tasks"})[0]
+    chat, one, named = find_tasks(["pocket-world", "tasks/one.yaml", "hellaswag"], world=tmp_path)[0]
     assert [is_chat(task) for task in (chat, one, named)] == [True, False, False] and named == {"task": "hellaswag"}
     assert chat.items() >= {"dataset_path": "hub/two", "output_type": "generate_until", "task": "two"}.items()
     (path,) = one["dataset_kwargs"]["data_files"]["test"]
@@ -62,7 +62,7 @@ def test_a_task_file_that_cannot_be_used_is_refused_at_its_place(tmp_path, conte
     if content is not None:
         write(tmp_path, "one.yaml", content)
     with pytest.raises(UserError) as refused:
-        find_tasks([str(tmp_path / "one.yaml")], {})
+        find_tasks([str(tmp_path / "one.yaml")])
     assert "one.yaml" in f"{refused.value.where} {refused.value.what}" and named in str(refused.value)
 
 
@@ -70,7 +70,7 @@ def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path
     (tmp_path / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'sprung')!r}).touch()")
     (tmp_path / "t.yaml").write_text("task: t\ndataset_path: json\nprocess_docs: !function evil.run\n")
     with pytest.raises(UserError):
-        find_tasks([str(tmp_path / "t.yaml")], {}, None)
+        find_tasks([str(tmp_path / "t.yaml")])
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(jinja2.sandbox.SecurityError):
         utils.apply_template(escape, {})
@@ -98,7 +98,7 @@ def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
     folder.mkdir(exist_ok=True)
     write_task(folder, "mine", items, **settings)
     with pytest.raises(UserError) as refused, quiet():
-        load_tasks(find_tasks([str(folder / "mine.yaml")], {})[0], num_fewshot)
+        load_tasks(find_tasks([str(folder / "mine.yaml")])[0], num_fewshot)
     assert refused.value.what and refused.value.where and refused.value.fix
     return refused.value
 
@@ -146,7 +146,7 @@ def test_a_mistake_in_a_task_file_or_an_item_is_one_message(tmp_path, changed, s
 def test_no_example_before_a_question_is_the_item_asked(tmp_path, splits):
     write_task(tmp_path, "mine", SUMS, **splits)
     with quiet():
-        (task,) = load_tasks(find_tasks([str(tmp_path / "mine.yaml")], {})[0], 5).values()
+        (task,) = load_tasks(find_tasks([str(tmp_path / "mine.yaml")])[0], 5).values()
         task.build_all_requests(limit=None, rank=0, world_size=1)
     for request in task.instances:
         questions = [line.split()[1] for line in request.args[0].split("\n\n")]
@@ -180,7 +180,7 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
 )
 @pytest.mark.full  # each reads 13,000 files
 def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
-    check_names(["julian", "hellaswag"], {}, where="--tasks")
+    check_names(["julian", "hellaswag"], where="--tasks")
     with pytest.raises(UserError) as refused:
-        check_names([name], {}, where="--tasks")
+        check_names([name], where="--tasks")
     assert nearest in refused.value.fix and refused.value.fix and refused.value.where == "--tasks"

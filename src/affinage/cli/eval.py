@@ -1,7 +1,6 @@
 """The verb `eval`: models on benchmarks."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -76,14 +75,14 @@ def evaluate(
 def _evaluate_run(name: str, settings: options.PipelineOptions) -> dict[str, Any]:
     """The results of a run's own evaluation, after running those of its steps that are missing."""
     from affinage.pipeline.models import EVALUATIONS, is_evaluated, resolve, run_of
+    from affinage.results import read_json
 
     run, steps = run_of(resolve(name, settings.runs), settings.runs), [*EVALUATIONS.values()]
     if settings.overrides or settings.force or not is_evaluated(run):
         instead = "Name benchmarks: --tasks julian, or --task my_task.yaml"
         run = run_own_steps(name, settings, "evaluate", steps, instead)
-    files = {step: run / step / "results.json" for step in steps}
-    results = {step: json.loads(file.read_text(encoding="utf-8")) for step, file in files.items() if file.is_file()}
-    return {"run": run.name, "evaluations": results}
+    results = {step: read_json(run / step / "results.json") for step in steps}
+    return {"run": run.name, "evaluations": {step: result for step, result in results.items() if result}}
 
 
 def _evaluate_model(
@@ -92,7 +91,6 @@ def _evaluate_model(
     """The results of one model, evaluated apart from its recipe, which decides the settings that are None."""
     target, _ = model_of(name, runs)  # before JAX is imported
     from affinage.cluster.processes import init_distributed, placement
-    from affinage.config.data import POCKET_WORLD
     from affinage.evaluation.results import STATE
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
@@ -108,8 +106,7 @@ def _evaluate_model(
     if not tasks:
         raise UserError("no task was named", where=name, fix="For example: --tasks julian, or --task my_task.yaml")
     world = made_from(target.path, "synthesize")
-    worlds = {POCKET_WORLD: world / "tasks"} if world else {}
-    check_names(tasks, worlds, settings.get("data_dir"), where="--tasks")
+    check_names(tasks, settings.get("data_dir"), world, where="--tasks")
     folder = results_folder(name, runs)
     with contextlib.ExitStack() as entered:
         if placement() is not None:
@@ -124,7 +121,7 @@ def _evaluate_model(
                 folder=folder if processes.first else None,
                 facts={STATE: model_fingerprint(target, runs)},
                 keep=folder / "answers.db",
-                task_folders=worlds,
+                world=world,
                 seen=contamination_search(target.path) if searches else None,
                 progress=progress,
                 **settings,

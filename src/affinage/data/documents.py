@@ -31,7 +31,8 @@ REPORTS = ("removed.parquet", "matches.parquet")  # beside the documents of a st
 ROW_GROUP_BYTES = 8_000_000  # of text: what one task holds in memory
 SAMPLES_PER_REASON, SAMPLE_CHARACTERS = 5, 200  # of removed documents, in statistics
 FILE_BYTES = 64_000_000  # of text: what one task of a parallel step works through
-Verdicts = dict[int, tuple[str, str]]  # row of a batch -> the reason for which its document is removed, and details
+Verdict = tuple[str, str]  # the reason for which a document is removed, and details
+Verdicts = dict[int, Verdict]  # by the row of a batch
 
 
 def text_bytes(batch: pa.RecordBatch | pa.Table) -> int:
@@ -128,37 +129,23 @@ def clear_documents(folder: Path, stem: str = "", kept: Container[Path] = ()) ->
             stale.unlink()
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    """A part of a document file that is read at once: the unit in which steps read."""
-
-    path: Path
-    index: int
-    rows: int
-
-    def read(self, columns: Sequence[str] | None = None) -> pa.RecordBatch:
-        """The documents of this row group as one batch."""
-        table = pq.ParquetFile(self.path).read_row_group(self.index, columns=columns, use_threads=False)
-        return table.combine_chunks().to_batches()[0]
-
-
-def row_groups(path: Path) -> list[RowGroup]:
-    """The row groups of one document file that hold documents."""
-    metadata = pq.read_metadata(path)
-    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    return [RowGroup(path, i, rows) for i, rows in enumerate(sizes) if rows]
-
-
 def first_documents(paths: Iterable[Path]) -> list[int]:
     """The number of the first document of every file among those of all files, and the number of all."""
     return list(accumulate((pq.read_metadata(path).num_rows for path in paths), initial=0))
 
 
-def read_documents(place: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Stream the documents of a folder or file in order, one row group (about 8 MB of text) at a time."""
+def read_documents(
+    place: Path, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Stream the documents of a folder or file in order, one row group (about 8 MB of text) at a time.
+
+    `groups` are the numbers of those row groups of a file that are read.
+    """
     for path in document_files(place) if place.is_dir() else [place]:
-        for group in row_groups(path):
-            yield group.read(columns)
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups) if groups is None else groups:
+                table = file.read_row_group(group, columns=columns, use_threads=False)
+                yield from table.combine_chunks().to_batches()
 
 
 # ---- statistics ----
@@ -175,15 +162,11 @@ class Stats:
     bytes: Counter[str] = field(default_factory=Counter)
     other: Counter[str] = field(default_factory=Counter)  # what else a step counts
 
-    def enter(self, documents: int, bytes: int) -> None:
-        """Count documents that the step reads."""
-        self.read.update(documents=documents, bytes=bytes)
-
     def entering(self, path: Path) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The row groups of a document file, which are counted; with each the number of documents before it."""
         before = 0
         for batch in read_documents(path):
-            self.enter(batch.num_rows, text_bytes(batch))
+            self.read.update(documents=batch.num_rows, bytes=text_bytes(batch))
             yield before, batch
             before += batch.num_rows
 

@@ -25,6 +25,7 @@ from affinage.generation.sampling import SamplingParams
 # Seconds that one host may take longer than another to fetch a task's data and to write its questions. They wait here:
 # inside a program of all hosts, the earlier one would seem to hang.
 _APART = 3600.0
+_MAX_NEW_TOKENS = 64  # of tasks that state none
 
 
 class JaxLM(TemplateLM):
@@ -42,7 +43,6 @@ class JaxLM(TemplateLM):
         self,
         model: LoadedModel,
         batch: int = 64,  # rows of the model's context that memory holds at once
-        max_new_tokens: int = 64,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class JaxLM(TemplateLM):
         self.requests = 0  # continuations scored and texts generated so far
         self.seconds = 0.0  # spent on scoring and generating
         self.in_chat_template = False  # whether the texts of requests were made by `apply_chat_template`
-        self._max_new_tokens, self._progress, self._batch = max_new_tokens, progress, batch
+        self._progress, self._batch = progress, batch
         self._encode = lru_cache(maxsize=1024)(model.tokenizer.encode)  # choices share their question
         self._truncated: set[tuple[str, ...]] = set()  # see `was_truncated`
         tokenizer = model.tokenizer
@@ -160,7 +160,7 @@ class JaxLM(TemplateLM):
 
     def _params(self, settings: Mapping[str, Any]) -> SamplingParams:
         """The harness's generation settings as ours."""
-        kwargs = normalize_gen_kwargs(dict(settings), self._max_new_tokens)
+        kwargs = normalize_gen_kwargs(dict(settings), _MAX_NEW_TOKENS)
         if kwargs.get("repetition_penalty") not in (None, 1, 1.0):
             raise UserError("`repetition_penalty` of a task's `generation_kwargs` is not computed", fix="Leave it out.")
         # The end of a document or a turn always ends a generation, so its spelling need not be looked for.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lm_eval.evaluator
 import numpy as np
@@ -29,7 +29,7 @@ from affinage.evaluation.results import (
     write_results,
 )
 from affinage.evaluation.scoring import rows_that_fit
-from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, is_chat, items_of
+from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, is_chat, items_of, of_pocket_world
 from affinage.generation.model import LoadedModel
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
@@ -44,13 +44,13 @@ def evaluate(
     folder: Path | None = None,  # for results.json and items/TASK.jsonl; see `write_results`
     facts: Mapping[str, Any] | None = None,  # more for the results, such as which training made the model
     keep: Path | None = None,  # file of the harness's cache: answers of this model in it are not computed again
-    task_folders: Mapping[str, Path] | None = None,  # of closed worlds, whose facts are the training text
+    world: Path | None = None,  # of the pocket world's benchmarks, whose facts are the training text
     data_dir: str | Path | None = None,
     apply_chat_template: ChatTemplateUse = "auto",  # to all tasks, or none; auto: to those for chat models
     limit: int | None = None,  # items per task: the first ones or, with a `sample_seed`, those that it draws
     sample_seed: int | None = None,
     num_fewshot: int | None = None,  # examples before each question; None: as many as the task says
-    batch_size: int | Literal["auto"] = "auto",  # rows of the context at once; auto: as many as fit
+    batch_size: int | None = None,  # rows of the context at once; None: as many as fit
     texts: Mapping[str, Sequence[str]] | None = None,  # by name, to measure bits per byte beside those of gzip and xz
     seen: Search | None = None,  # searches the training text for items; the results have the scores without those found
     answered: Callable[[Lines], None] = lambda _: None,  # gets the lines of all items
@@ -67,15 +67,15 @@ def evaluate(
     if apply_chat_template is True and not has_chat_template(model):
         fix = "Evaluate a model that was trained to chat, or set it to `auto` or `false`."
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
-    started, processes, closed = time.monotonic(), Processes.at_work(), task_folders or {}
-    chosen, unavailable = find_tasks(tasks, closed, data_dir)
+    started, processes = time.monotonic(), Processes.at_work()
+    chosen, unavailable = find_tasks(tasks, data_dir, world)
     of_chat, skipped = [task for task in chosen if is_chat(task)], []
     rounds = {apply_chat_template: chosen}  # by whether they are put in the chat template
     if apply_chat_template == "auto":
         rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if model.chat else []}
         skipped = [] if model.chat else [task["task"] for task in of_chat]
     identity = fingerprint(model) if keep is not None or folder is not None else ""
-    lm = JaxLM(model, rows_that_fit(model) if batch_size == "auto" else batch_size, progress=progress)
+    lm = JaxLM(model, batch_size or rows_that_fit(model), progress=progress)
     outcome, items, loaded = dict[str, Any](), dict[str, list[dict[str, Any]]](), dict[str, Any]()
     contamination = None
     with contextlib.ExitStack() as stack:
@@ -109,8 +109,7 @@ def evaluate(
             items |= raw["samples"]
         if seen is not None:
             progress("searching the training text for the items")
-            of_worlds = {task["task"] for task in find_tasks(list(closed), closed)[0]}
-            searched = {name: task for name, task in loaded.items() if name not in of_worlds}
+            searched = {name: task for name, task in loaded.items() if not of_pocket_world(name)}
             contamination = seen(items_of(searched)) if searched and processes.first else None
             processes.broadcast("the end of the search", None, seconds=None)
     results = {

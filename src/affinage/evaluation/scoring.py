@@ -163,8 +163,15 @@ def batches(
     A batch has at most `tokens`, or a row, and a `multiple` of rows, filled up with the id `pad`. The model's rows have
     `context` tokens; those with several groups have at most `most`, and there are none if that is 0.
     """
+    # Rows are of two lengths, the longest and one that leaves little padding; with 0 for `most` each has one group.
+    longest_first = sorted(groups, key=lambda group: (-group.length, group.rows[0].tokens))
+    largest = max((group.length for group in groups), default=0)
+    longest = min(context, _padded(largest)) if largest <= context else _padded(largest)
+    rooms = [longest, *(room for room in _ROOMS if room <= most)]
+    ways = [_packed(longest_first, sorted({room, max(room, longest)}), packed=most > 0) for room in rooms]
+    cheapest = min(ways, key=lambda way: sum(len(way[length]) * length * (1 + length / _EQUAL) for length in way))
     made: list[Batch] = []
-    for length, rows in _cheapest(groups, context, most).items():
+    for length, rows in cheapest.items():
         # The scores of attention grow with the square of the length.
         fitting = max(1, int(tokens * min(1, context / length)) // (length * multiple)) * multiple
         count = -(-len(rows) // fitting) * multiple  # parts of all batches, all as full as one another
@@ -187,16 +194,6 @@ def _padded(tokens: int) -> int:
 
 def _targets(row: _GroupRow) -> int:
     return sum(group.targets for group in row)
-
-
-def _cheapest(groups: Sequence[PrefixGroup], context: int, most: int) -> dict[int, list[_GroupRow]]:
-    """The groups of each row, by the two lengths of rows; with 0 for `most` one in each."""
-    longest_first = sorted(groups, key=lambda group: (-group.length, group.rows[0].tokens))
-    largest = max((group.length for group in groups), default=0)
-    longest = min(context, _padded(largest)) if largest <= context else _padded(largest)
-    rooms = [longest, *(room for room in _ROOMS if room <= most)]
-    ways = [_packed(longest_first, sorted({room, max(room, longest)}), packed=most > 0) for room in rooms]
-    return min(ways, key=lambda rows: sum(len(rows[length]) * length * (1 + length / _EQUAL) for length in rows))
 
 
 def _packed(longest_first: Sequence[PrefixGroup], sizes: Sequence[int], *, packed: bool) -> dict[int, list[_GroupRow]]:

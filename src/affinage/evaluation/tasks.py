@@ -78,15 +78,15 @@ def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:
 
 
 def find_tasks(
-    names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None = None
+    names: Sequence[str], data_dir: str | Path | None = None, world: Path | None = None
 ) -> tuple[list[Task], list[str]]:
     """Return the tasks that names stand for, and the members of groups that are left out.
 
-    A name is one of our groups (`julian`, `french`, `quickstart`), a key of `folders` (all task files of that folder),
-    one of the pocket world's benchmarks, whose folder `folders` must have, the path of a YAML file or of a folder of
-    them, or else a task, group or tag that lm-evaluation-harness knows, which is returned as {"task": name}. Paths of
-    data files are relative to the task file. With a `data_dir`, benchmarks of ours are the harness's definitions
-    over the files of that folder; those of a group that it has no file of are left out.
+    A name is one of our groups (`julian`, `french`), the pocket world (all task files in `tasks/` of its folder
+    `world`) or one of its benchmarks, the path of a YAML file or of a folder of them, or else a task, group or tag that
+    lm-evaluation-harness knows, which is returned as {"task": name}. Paths of data files are relative to the task file.
+    With a `data_dir`, benchmarks of ours are the harness's definitions over the files of that folder; those of a group
+    that it has no file of are left out.
 
     Raises UserError for files that are missing, unreadable, or contain `!function`: nothing loaded here may run code.
     """
@@ -99,7 +99,7 @@ def find_tasks(
         members, absent = GROUPS.get(group, (group,)), []
         for name in members:
             if items is None or name not in BENCHMARKS:
-                found = _tasks_of(name, folders)
+                found = _tasks_of(name, world)
             elif file := _file_of(name, items):
                 found = [_on_file(name, file)]
             else:
@@ -115,13 +115,13 @@ def find_tasks(
 
 
 def check_names(
-    names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None = None, *, where: str
+    names: Sequence[str], data_dir: str | Path | None = None, world: Path | None = None, *, where: str
 ) -> None:
     """Raise UserError for names that `find_tasks` refuses or the harness does not know, before a model is loaded.
 
     The harness takes seconds to look up a name; names that are ours need it not. `where` names their origin.
     """
-    named = [task["task"] for task in find_tasks(names, folders, data_dir)[0] if len(task) == 1]
+    named = [task["task"] for task in find_tasks(names, data_dir, world)[0] if len(task) == 1]
     if unknown := [name for name in named if name not in BENCHMARKS]:
         from affinage.evaluation.harness import quiet, task_manager
 
@@ -132,15 +132,16 @@ def check_names(
 # ---- task files ----
 
 
-def _tasks_of(name: str, folders: Mapping[str, Path]) -> list[Task]:
+def _tasks_of(name: str, world: Path | None) -> list[Task]:
     """The tasks of a task file or a folder of them, or the name alone if it must be one of the harness's."""
-    if name in (POCKET_WORLD, *POCKET_TASKS) and POCKET_WORLD not in folders:
+    if name not in (POCKET_WORLD, *POCKET_TASKS):
+        place = from_home(name)
+    elif world is None:
         what = "the pocket world's benchmarks are about facts that only a model of that world knows"
         fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
         raise UserError(what, where=name, fix=fix)
-    place = folders.get(name, from_home(name))
-    if name in POCKET_TASKS:
-        place = folders[POCKET_WORLD] / f"{name}.yaml"
+    else:
+        place = world / "tasks" / ("" if name == POCKET_WORLD else f"{name}.yaml")
     if not place.exists():
         if is_task_file(name):
             raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
@@ -300,7 +301,7 @@ def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> "Itera
     from affinage.evaluation.harness import load_tasks, quiet
 
     with quiet():
-        yield from items_of(load_tasks(find_tasks(names, {}, data_dir)[0]))
+        yield from items_of(load_tasks(find_tasks(names, data_dir)[0]))
 
 
 def items_of(tasks: Mapping[str, Any]) -> "Iterator[BenchmarkItem]":

@@ -2,6 +2,8 @@
 
 import shutil
 from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +184,7 @@ def adapter_tensors(adapters: Adapters, params: PyTree) -> dict[str, NDArray[Any
     family, rank = family_of(adapters.graph), adapters.settings.r
     repeated = decoder_nodes(adapters.graph)["blocks"].repeat is not None
     for path in adapters.targets:
-        leaves: Any = params
-        for name in path:
-            leaves = leaves[name]
+        leaves = reduce(getitem, path, params)
         module = family.tensors[".".join(("blocks", *path[1:], "kernel"))].removesuffix(".weight")
         a, b = (np.asarray(leaves[name], np.float32) for name in (LORA_A, LORA_B))
         for layer, (of_layer_a, of_layer_b) in enumerate(zip(a, b, strict=True) if repeated else [(a, b)]):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float
 from numpy.typing import NDArray
 
@@ -88,16 +89,8 @@ def decoder_settings(graph: Graph) -> Settings:
     blocks["attention"]["head_dim"] = kind.attention.head_width(tree["embed"]["width"])
     tree["norm"]["kind"] = nodes["norm"].layer.kind_name
     tree["logits"]["tied"] = nodes["logits"].layer.shares is not None
-    return dict(_flat(tree))
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        path = prefix + name
-        if isinstance(value, Mapping) and path != _ROPE:
-            yield from _flat(value, f"{path}.")
-        else:
-            yield path, value
+    settings: Settings = flatten_dict(tree, is_leaf=lambda path, _: ".".join(path) == _ROPE, sep=".")
+    return settings
 
 
 class Stored(NamedTuple):
@@ -107,7 +100,7 @@ class Stored(NamedTuple):
     """
 
     name: str
-    path: list[str]  # of the parameter
+    path: tuple[str, ...]  # of the parameter
     place: tuple[int, ...]  # of the part in the parameter
     matrix: tuple[int, ...]  # shape of the part as a matrix [inputs, outputs], or as a vector
     transposed: bool  # whether the tensor is [outputs, inputs]
@@ -215,13 +208,13 @@ class FamilySpec:
 
     def _stored(self, graph: Graph) -> Iterator[Stored]:
         for role, node in decoder_nodes(graph).items():
-            for path, declared in _flat(graph.parameters.get(node.name, {}), f"{role}."):
-                name, _, third = self.tensors[path].partition("/")
+            for path, declared in flatten_dict(graph.parameters.get(node.name, {})).items():
+                name, _, third = self.tensors[".".join((role, *path))].partition("/")
                 of_layers = int(node.repeat is not None)
                 parts = of_layers + ("{expert}" in name)  # axes along which tensors are apart
-                keys, shape = [node.name, *path.split(".")[1:]], declared.shape[parts:]
+                keys, shape = (node.name, *path), declared.shape[parts:]
                 matrix: tuple[int, ...] = (prod(shape),)
-                if not path.endswith((".scale", ".bias")):
+                if path[-1] not in ("scale", "bias"):
                     inputs = max(1, len(declared.inputs))
                     matrix = prod(shape[:inputs]), prod(shape[inputs:])
                 transposed = self.transposed and role == "blocks"
@@ -250,14 +243,11 @@ class FamilySpec:
 
 def _model(settings: Settings) -> dict[str, Any]:
     """The `model:` of a recipe from settings by path."""
-    nodes: dict[str, Any] = {role: {} for role in _ROLES}
-    for path, value in settings.items():
-        *within, name = path.split(".")
-        reduce(lambda tree, key: tree.setdefault(key, {}), within, nodes)[name] = value
-    before, chain = "tokens", {}
-    for role, written in nodes.items():
+    nodes, before, chain = unflatten_dict(settings, sep="."), "tokens", {}
+    for role, kinds in _ROLES.items():
+        written = nodes.get(role, {})
         if role not in _OPTIONAL or any(written.values()):
-            chain[role] = {"kind": _ROLES[role][0].kind_name, "in": before, **written}
+            chain[role] = {"kind": kinds[0].kind_name, "in": before, **written}
             before = role
     chain["loss"] = {"kind": "next_token_loss", "in": ["logits", "tokens"]}
     return {"inputs": ["tokens"], "nodes": chain}

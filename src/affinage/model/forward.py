@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
@@ -153,14 +154,9 @@ def _cast_matrices(params: PyTree | list[PyTree], declared: PyTree, dtype: Any) 
     """The parameters with all layers' matrices in the compute dtype, so that each layer's is a slice and no copy."""
     if isinstance(params, list):
         return [_cast_matrices(layer, declared, dtype) for layer in params]
-
-    def cast(name: str, value: Any) -> Any:
-        parameter = declared.get(name)
-        if isinstance(value, dict):
-            return _cast_matrices(value, parameter or {}, dtype)
-        return value.astype(dtype) if isinstance(parameter, ParamSpec) and parameter.inputs else value
-
-    return {name: cast(name, value) for name, value in params.items()}
+    matrices = {path for path, parameter in flatten_dict(declared).items() if parameter.inputs}
+    arrays = flatten_dict(params).items()
+    return unflatten_dict({path: array.astype(dtype) if path in matrices else array for path, array in arrays})
 
 
 def context_of(node: Node, params: PyTree, batch: Batch, config: ApplyConfig) -> LayerContext:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from affinage.config.training import LoraSettings
 from affinage.errors import UserError
-from affinage.model.layer import ParamSpec, PyTree, map_parameters
+from affinage.model.layer import ParamSpec, PyTree
 
 if TYPE_CHECKING:
     from affinage.model.graph import Graph
@@ -41,14 +42,9 @@ class Adapters:
     @cached_property
     def _matrices(self) -> dict[Path, ParamSpec]:
         """The matrices of hidden layers by the paths they stand in."""
-        matrices: dict[Path, ParamSpec] = {}
-
-        def note(path: Path, parameter: ParamSpec) -> None:
-            if path[-1] == "kernel" and parameter.inputs and "experts" not in parameter.axes:
-                matrices[path[:-1]] = parameter
-
-        map_parameters(note, self.graph.parameters)
-        return matrices
+        declared: dict[Path, ParamSpec] = flatten_dict(self.graph.parameters)
+        hidden = {path: matrix for path, matrix in declared.items() if path[-1] == "kernel" and matrix.inputs}
+        return {path[:-1]: matrix for path, matrix in hidden.items() if "experts" not in matrix.axes}
 
     @cached_property
     def targets(self) -> tuple[Path, ...]:
@@ -64,12 +60,7 @@ class Adapters:
     @cached_property
     def parameters(self) -> PyTree:
         """Declarations of A and B, where the matrices are in the graph's; split over a mesh as the matrix is."""
-        tree: PyTree = {}
-        for path in self.targets:
-            place = tree
-            for name in path:
-                place = place.setdefault(name, {})
-            place.update(self._declared(self._matrices[path]))
+        tree: PyTree = unflatten_dict({path: self._declared(self._matrices[path]) for path in self.targets})
         return tree
 
     def _declared(self, matrix: ParamSpec) -> PyTree:
@@ -109,11 +100,10 @@ class Adapters:
         return self._changed(weights, adapters, add)
 
     def _changed(self, weights: PyTree, adapters: PyTree, change: Callable[..., PyTree]) -> PyTree:
-        tree = jax.tree.map(lambda leaf: leaf, weights)  # new dicts, the same arrays
+        arrays, trained = flatten_dict(weights), flatten_dict(adapters)
         for path in self.targets:
             if path[0] in weights:
-                matrix, adapter = tree, adapters
-                for name in path:
-                    matrix, adapter = matrix[name], adapter[name]
-                matrix.update(change(self._matrices[path], matrix["kernel"], adapter[LORA_A], adapter[LORA_B]))
+                three = arrays[*path, "kernel"], trained[*path, LORA_A], trained[*path, LORA_B]
+                arrays |= {(*path, name): array for name, array in change(self._matrices[path], *three).items()}
+        tree: PyTree = unflatten_dict(arrays)
         return tree

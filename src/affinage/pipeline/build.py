@@ -237,7 +237,7 @@ def is_local(recipe: Recipe) -> bool:
             elif not (is_here or of_pocket_world(task)):
                 return False
     try:
-        return not any(map(on_hub, find_tasks(files, {})[0]))
+        return not any(map(on_hub, find_tasks(files)[0]))
     except UserError:  # raised again where the task is read
         return True
 

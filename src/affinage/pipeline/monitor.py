@@ -12,7 +12,6 @@ import jax
 
 from affinage.checkpoint import CheckpointStore
 from affinage.cluster.processes import Processes
-from affinage.config.data import POCKET_WORLD
 from affinage.config.training import TrainSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
@@ -144,7 +143,7 @@ class BenchmarkMonitor:
                 model,
                 self.settings.tasks,
                 keep=context.folder / ANSWERS,
-                task_folders={} if world is None else {POCKET_WORLD: world / "tasks"},
+                world=world,
                 data_dir=self.settings.data_dir,
                 limit=self.settings.limit,
                 sample_seed=context.recipe.seed,

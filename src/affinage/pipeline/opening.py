@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import yaml
+from flax.traverse_util import flatten_dict
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.parallel import LogicalAxis, MeshAxis
@@ -27,6 +28,7 @@ from affinage.generation.model import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
+from affinage.model.layer import map_parameters
 from affinage.parallel import serving_layout
 from affinage.parallel.sharding import replicated
 from affinage.pipeline import models
@@ -188,13 +190,9 @@ def initial_params(folder: Path, graph: Graph) -> Callable[[Any], Any]:
 
     Raises UserError if the graph has other parameters than the model.
     """
-
-    def shapes(of: Graph) -> set[tuple[str, tuple[int, ...]]]:
-        leaves = jax.tree.leaves_with_path(abstract_params(of))
-        return {(jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape) for path, leaf in leaves}
-
-    imported = parse(read_json(folder / MODEL)["graph"])
-    if differing := sorted({name for name, _ in shapes(graph) ^ shapes(imported)}):
+    graphs = (graph, parse(read_json(folder / MODEL)["graph"]))
+    ours, theirs = (flatten_dict(map_parameters(lambda _, one: one.shape, of.parameters), sep=".") for of in graphs)
+    if differing := sorted({name for name, _ in ours.items() ^ theirs.items()}):
         what = f"the recipe's model and the one it begins with differ in {', '.join(differing[:3])}"
         raise UserError(what, where="init_from", fix="Let `model:` be what the imported model's recipe.yaml says.")
     store = CheckpointStore(folder / "checkpoints")

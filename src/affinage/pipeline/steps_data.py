@@ -195,7 +195,7 @@ def check_decontaminate(loaded: LoadedRecipe) -> None:
             kind_of_items(path, loaded.locate(key))
             continue
         with at(loaded, *key):
-            check_names([path], {}, where=path)
+            check_names([path], where=path)
     if recipe.data.decontaminate.benchmarks and recipe.evaluate is not None:
         check_benchmarks(loaded, ("evaluate",))
 
@@ -210,7 +210,7 @@ def check_benchmarks(loaded: LoadedRecipe, section: tuple[str, ...]) -> None:
             check_exists(loaded, task, *section, "tasks", index)
         if not any(map(of_pocket_world, GROUPS.get(task, (task,)))):  # that is written by a step
             with at(loaded, *section, "tasks", index):
-                check_names([task], {}, settings.data_dir, where=task)
+                check_names([task], settings.data_dir, where=task)
 
 
 def check_tokenize(loaded: LoadedRecipe) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from affinage.cluster.processes import Processes
-from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.data.chat import encode_prompt
 from affinage.data.documents import read_documents
@@ -45,7 +44,7 @@ def evaluate(context: StepContext, training: str) -> Summary:
         settings.tasks,
         folder=context.folder if Processes.current.first else None,
         keep=context.folder / _ANSWERS,
-        task_folders={POCKET_WORLD: inputs["synthesize"] / "tasks"} if "synthesize" in inputs else {},
+        world=inputs.get("synthesize"),
         data_dir=settings.data_dir,
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,

@@ -70,10 +70,6 @@ class EvalPoint(Result):
         return self.scores.get(task, Metric()).value
 
 
-class _Monitor(Result):
-    points: list[EvalPoint] = []
-
-
 class _Evaluated(Result):
     bits_per_byte: dict[str, float] = {}
 
@@ -86,9 +82,12 @@ class _Line(Result):
     evaluation: _Evaluated = _Evaluated()
 
 
-class _Model(Result):
+class _Stored(Result):
+    """What model.json and monitor.json hold."""
+
     graph: dict[str, Any] = {}
     context: int | None = None
+    points: list[EvalPoint] = []
 
 
 @dataclass(frozen=True)
@@ -122,15 +121,14 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
     from affinage.model import parse
     from affinage.model.analysis import analyze
 
-    model = _Model.model_validate(read_json(folder / "model.json"))
-    points = _Monitor.model_validate(read_json(folder / "monitor.json")).points
+    model = _Stored.model_validate(read_json(folder / "model.json") | read_json(folder / "monitor.json"))
     analysis, predicted = None, result.predicted
     if model.graph and model.context:
         with contextlib.suppress(UserError):  # another version may have stored it
             graph = parse(model.graph)
             analysis = analyze(graph, 1, model.context)
             predicted = predicted | _forecast(name, folder, result, recipe, graph, model.context)
-    training = Training(name, result, points, predicted, analysis, model.context)
+    training = Training(name, result, model.points, predicted, analysis, model.context)
     for values in read_json_lines(folder / "metrics.jsonl"):
         line = _Line.model_validate(values)
         if (step := line.step) is None:
