@@ -26,7 +26,7 @@ import numpy as np
 from measuring import finish, options_of, result, trainer_of
 from twins import Size, graph_of
 
-from affinage.config.runtime import CheckpointSettings, RuntimeSettings
+from affinage.config.recipe import CheckpointSettings, RuntimeSettings
 from affinage.config.training import PretrainSettings
 from affinage.data.dataloader import DataLoader
 from affinage.data.special_tokens import BOS

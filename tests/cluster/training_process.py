@@ -121,7 +121,7 @@ def main(job: dict) -> None:
     """Train as one of the processes that the environment names."""
     import tiny_graphs
     from affinage.cluster.processes import init_distributed
-    from affinage.config.runtime import RuntimeSettings
+    from affinage.config.recipe import RuntimeSettings
     from affinage.config.training import PretrainSettings
     from affinage.model import parse
     from affinage.stopping import StopSignals

@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 
-from affinage.config.data import PackingSettings
+from affinage.config.data import PackingSettings, safe_name
 from affinage.data.dataloader import ValidationRows
 from affinage.data.documents import read_documents
 from affinage.data.special_tokens import BOS, EOS, PAD
-from affinage.data.token_shards import file_safe, open_shards
+from affinage.data.token_shards import open_shards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
@@ -42,7 +42,7 @@ def documents_by_group(split_folder: Path, part: str) -> dict[str, Documents]:
     groups: dict[str, Documents] = defaultdict(dict)
     for batch in read_documents(split_folder / part):
         for told in batch.to_pylist():
-            groups[f"{file_safe(told['source'])}.{told['language']}"][told["source"], told["id"]] = told["text"]
+            groups[f"{safe_name(told['source'])}.{told['language']}"][told["source"], told["id"]] = told["text"]
     return groups
 
 

@@ -71,7 +71,7 @@ def be_run(order: str) -> None:
 
     import tiny
 
-    from affinage.config.runtime import CheckpointSettings, RuntimeSettings
+    from affinage.config.recipe import CheckpointSettings, RuntimeSettings
     from affinage.errors import EXIT_PREEMPTED, Preempted
     from affinage.stopping import StopSignals
     from affinage.training import TrainJob, train

@@ -83,7 +83,7 @@ def test_told_to_stop_in_any_phase_it_loses_no_step(tmp_path: Path, starter, und
 
 IN_NATIVE_CODE = """
 import hashlib, os, pathlib
-from affinage.config.runtime import RuntimeSettings
+from affinage.config.recipe import RuntimeSettings
 from affinage.errors import Preempted
 from affinage.stopping import StopSignals, leave
 from affinage.training.watchdog import PreemptionGuard, Watchdog

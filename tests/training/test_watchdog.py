@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from affinage.config.runtime import RuntimeSettings
+from affinage.config.recipe import RuntimeSettings
 from affinage.stopping import StopSignals
 from affinage.training import train, watchdog
 from affinage.training.watchdog import PreemptionGuard, Watchdog

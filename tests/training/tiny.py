@@ -14,7 +14,7 @@ import optax
 
 import tiny_graphs
 from affinage.checkpoint import CheckpointStore
-from affinage.config.runtime import RuntimeSettings
+from affinage.config.recipe import RuntimeSettings
 from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.model import ApplyConfig, Graph, init_params, parse
 from affinage.parallel import MeshLayout, make_mesh

@@ -113,7 +113,8 @@ def _written_at(raw: Any, path: "Keys", value: Any) -> "Keys | None":
     if path == ("pretrain", "steps") and "steps" not in raw["pretrain"]:
         return ("pretrain", "tokens")
     for place, key in enumerate(path):
-        if not isinstance(raw, dict if isinstance(key, str) else list):
+        kind: type[Any] = dict if isinstance(key, str) else list
+        if not isinstance(raw, kind):
             # A short form: `[wandb]` for {wandb: {}}, {en: 1} for [{weights: {en: 1}}], `my_text/` for {path: my_text/}
             return path[:place] if isinstance(raw, dict | list) or raw == value else None
         if isinstance(raw, dict) and key not in raw:

@@ -156,12 +156,11 @@ def _write_model(
     of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
     license, sampling = release_of(target.path, license or of_run.get("license"))
     results = results_of(target.path, target.run) if target.run is not None and target.step is None else {}
-    facts = CardFacts(license)
+    facts = CardFacts(license, tuned=is_tuned(target.path))
     if target.run is not None and results:
         facts = card_facts(collect_facts(target.run, results), license)
     if state is not None and (state.step != state.steps or target.step is not None):
         facts = replace(facts, training={**facts.training, "Checkpoint": str(state)})
-    facts = replace(facts, tuned=is_tuned(target.path))
     write(open_model(target, runs), to, facts=facts, place=place, sampling=sampling, **how)
 
 
@@ -182,11 +181,12 @@ def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> 
 def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_gguf: bool) -> None:
     """Print how well others agree with a model: transformers, and llama.cpp."""
     from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
+    from affinage.pipeline.models import locate, resolve
     from affinage.pipeline.opening import open_model
     from affinage.pipeline.steps_eval import validation_texts
     from affinage.results import Verified
 
-    target, _ = model_of(name, runs, announce=False)
+    target = locate(resolve(name, runs), runs)
     model = open_model(target, runs)
     if with_transformers:
         with working("comparing with transformers"):

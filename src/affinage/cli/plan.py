@@ -188,10 +188,10 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
         for node in time.nodes
         if node.seconds
     ]
-    others = {"update of the weights": time.update, "sums over micro-batches": time.adding, "bubble": time.bubble}
-    for name, spent in (others | {"step": time.seconds}).items():
-        if spent:
-            rows.append((name, *[""] * (len(columns) - 1), f"{spent:.4f}", time.bound if name == "step" else ""))
+    others = [("update of the weights", time.update, "memory"), ("sums over micro-batches", time.adding, "")]
+    others += [("bubble", time.bubble, ""), ("step", time.seconds, time.bound)]
+    blank = [""] * (len(columns) - 1)
+    rows += [(name, *blank, f"{seconds:.4f}", bound) for name, seconds, bound in others if seconds]
     yield Table(("seconds of a step", *columns.values(), "bound by"), rows, left=(0, len(columns) + 1))
     mfu = "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
     cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour"

@@ -77,9 +77,9 @@ def load_recipe(
         _put_override(layers, override)
     _share_training(layers)
     layers.raw = _without_nulls(layers.raw, ())
-    present = {keys for keys, _ in _leaves(layers.raw, every=True)}  # without what was replaced
+    present = {keys for keys, _ in _parts(layers.raw)}  # without what was replaced
     layers.origins = {keys: where for keys, where in layers.origins.items() if keys in present}
-    for keys, value in _leaves(layers.raw):
+    for keys, value in _parts(layers.raw):
         if isinstance(value, str) and secret_in(value):
             what = "this holds a password or a token, which would be written into manifests and reports"
             fix = "Leave it to the environment: ~/.netrc for https, HF_TOKEN, WANDB_API_KEY, "
@@ -164,7 +164,7 @@ def _put_override(layers: Layers, override: str) -> None:
         _lay(target, {keys[-1]: value})
     else:
         target[path[-1]] = value
-    layers.origins |= {(*path, *inner): shown for inner, _ in _leaves(value, every=True)}
+    layers.origins |= {(*path, *inner): shown for inner, _ in _parts(value)}
 
 
 def _share_training(layers: Layers) -> None:
@@ -195,13 +195,12 @@ def _lay(below: dict[str, Any], above: dict[str, Any]) -> None:
             below[key] = copy.deepcopy(value)
 
 
-def _leaves(value: Any, path: Keys = (), *, every: bool = False) -> Iterator[tuple[Keys, Any]]:
-    """Yield the path and value of each word and number in a value; with `every` of mappings and lists as well."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if inside is None or every:
-        yield path, value
-    for key, inner in inside or ():
-        yield from _leaves(inner, (*path, key), every=every)
+def _parts(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield the path and value of everything in a value, itself included."""
+    yield path, value
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield from _parts(inner, (*path, key))
 
 
 def _without_nulls(value: Any, path: tuple[str, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
@@ -32,25 +33,24 @@ def explain(
 
     `within` is where in the recipe `raw` stands: names that are suggested begin with it, so that they can be pasted.
     """
-    groups: dict[Path, list[ErrorDetails]] = {}
+    groups: dict[Path, list[ErrorDetails]] = defaultdict(list)
     for details in error.errors(include_url=False):
         path = written_path(details["loc"], raw)
-        groups.setdefault((*path, details["loc"][-1]) if details["type"] == "missing" else path, []).append(details)
-    mistakes: dict[tuple[str, ...], UserError] = {}
+        groups[(*path, details["loc"][-1]) if details["type"] == "missing" else path].append(details)
+    mistakes: dict[tuple[Any, ...], UserError] = {}
     for path, group in groups.items():
         # A union reports once for each member: what is wrong within the value says more than what the value is not.
         inside = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
         if inside and not any(details["type"] in ("value_error", "extra_forbidden") for details in group):
             continue
         what, fix = _sentence(path, group, model, within)
-        mistake = UserError(what, where=locate(path), fix=fix)
+        where, setting = locate(path), path[1:] if path[:1] and path[0] in _SHARED else path
         # What `training` gives for several trainings is one mistake.
-        shared = path[1:] if path and path[0] in _SHARED else path
-        mistakes.setdefault((mistake.where, ".".join(map(str, shared)), group[0]["type"]), mistake)
-    found = sorted(mistakes.values(), key=lambda mistake: _in_reading_order(mistake.where))
-    if len(found) == 1:
-        return found[0]
-    return UserError(f"the recipe has {len(found)} mistakes\n" + "\n".join(map(str, found)))
+        mistakes.setdefault((where, setting, group[0]["type"]), UserError(what, where=where, fix=fix))
+    in_order = sorted(mistakes.values(), key=lambda mistake: _in_reading_order(mistake.where))
+    if len(in_order) == 1:
+        return in_order[0]
+    return UserError(f"the recipe has {len(in_order)} mistakes\n" + "\n".join(map(str, in_order)))
 
 
 def written_path(loc: Sequence[str | int], raw: Any) -> Path:
@@ -88,10 +88,9 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings], with
     """Return what is wrong at one place, and what to do about it."""
     dotted, details = ".".join(map(str, path)) or "the recipe", group[0]
     kind, loc, value = details["type"], details["loc"], details["input"]
-    words = []  # that are allowed in place of the value
-    for context in (each.get("ctx", {}) for each in group):
-        listed = str(context.get("expected") or context.get("expected_tags") or "").replace(" or ", ", ")
-        words += [word.strip(" '\"") for word in listed.split(",") if word]
+    contexts = [each.get("ctx", {}) for each in group]
+    listed = [str(context.get("expected") or context.get("expected_tags") or "") for context in contexts]
+    words = [word.strip(" '\"") for word in re.split(r",| or ", ",".join(listed)) if word]  # in place of the value
     settings = settings_at(model, loc[:-1] if kind == "extra_forbidden" else loc)
     known = words or list(settings.model_fields if settings else ())
     if kind == "missing":

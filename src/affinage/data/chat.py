@@ -33,7 +33,6 @@ REASONING = "reasoning_content"  # of a message: the thoughts before its content
 _WHERE = "chat_template"  # the setting that messages name
 _PROBE = "Zq7"  # a text that no template has of itself
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
-_OPENING = "{{- bos_token -}}"  # of a ChatML template
 _START, _END = CONTROL_PIECES[IM_START], CONTROL_PIECES[IM_END]
 _RENDERING = threading.Lock()  # transformers' tracker of generation blocks serves one rendering at a time
 _NO_CLOCK = "{% set strftime_now = no_clock %}"  # which is undefined
@@ -312,14 +311,13 @@ def chat_template(system_prompt: str = "", *, opened: bool = True) -> str:
         "{{- '<|im_start|>system\\n' + " + json.dumps(system_prompt, ensure_ascii=False) + " + '<|im_end|>\\n' -}}"
         "{%- endif -%}"
     )
-    return (
-        (_OPENING if opened else "")
-        + (default if system_prompt else "")
-        + "{%- for message in messages -%}"
-        + "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
-        + "{%- endfor -%}"
-        + "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    turns = (
+        "{%- for message in messages -%}"
+        "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
     )
+    return ("{{- bos_token -}}" if opened else "") + (default if system_prompt else "") + turns
 
 
 def system_prompt_in(template: str) -> str | None:

@@ -168,7 +168,7 @@ def open_source(
     source = settings.sources[index].as_source()
     place = location(source, settings.root, settings.mirror)
     place = str(world_file) if place == POCKET_WORLD and world_file is not None else place
-    source, found = find_parts(source, settings, place, place, of_text=False)
+    source, found = find_parts(source, settings, place, place)
     parts = [part for part in found if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."

@@ -98,8 +98,9 @@ def find_duplicates(
     similarity), and how many pairs were compared. Passes leave files in `scratch`.
     """
     scratch.mkdir(parents=True, exist_ok=True)
-    numbered, starts = list(enumerate(files)), first_documents(files)
-    executor.map(partial(_sign, settings, scratch), numbered, scratch / "sign", threads=True, label="signing")
+    starts = first_documents(files)
+    tasks = list(zip(range(len(files)), files, starts))
+    executor.map(partial(_sign, settings, scratch), tasks, scratch / "sign", threads=True, label="signing")
     candidates, first = np.zeros(starts[-1], bool), 0  # those that share a bucket; the number of the next bucket
     for band in range(settings.num_buckets):
         buckets = _buckets(_signatures(scratch, len(files), len(_FACTS) + band), first)
@@ -107,14 +108,13 @@ def find_duplicates(
         candidates |= buckets >= 0
         first = max(first, int(buckets.max(initial=-1)) + 1)
     np.save(scratch / "candidates.npy", candidates)
-    tasks = [(number, path, start) for (number, path), start in zip(numbered, starts)]
     executor.map(partial(_gather, settings, scratch), tasks, scratch / "gather", threads=True, label="gathering")
     return _compare(settings, scratch, candidates, first, len(files), starts[released])
 
 
-def _sign(settings: DedupSettings, scratch: Path, task: tuple[int, Path]) -> None:
+def _sign(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int]) -> None:
     """Pass 1: write the signatures of one file, uint64 [4 + bands, documents]."""
-    number, path = task
+    number, path, _ = task
     parts = [np.zeros((len(_FACTS) + settings.num_buckets, 0), np.uint64)]
     for batch in read_documents(path, ["text"]):
         text = batch.column("text")

@@ -31,7 +31,8 @@ REPORTS = ("removed.parquet", "matches.parquet")  # beside the documents of a st
 ROW_GROUP_BYTES = 8_000_000  # of text: what one task holds in memory
 SAMPLES_PER_REASON, SAMPLE_CHARACTERS = 5, 200  # of removed documents, in statistics
 FILE_BYTES = 64_000_000  # of text: what one task of a parallel step works through
-Verdicts = dict[int, tuple[str, str]]  # row of a batch -> the reason for which its document is removed, and details
+Verdict = tuple[str, str]  # the reason for which a document is removed, and details
+Verdicts = dict[int, Verdict]  # by the row of a batch
 
 
 def text_bytes(batch: pa.RecordBatch | pa.Table) -> int:
@@ -161,15 +162,11 @@ class Stats:
     bytes: Counter[str] = field(default_factory=Counter)
     other: Counter[str] = field(default_factory=Counter)  # what else a step counts
 
-    def enter(self, documents: int, bytes: int) -> None:
-        """Count documents that the step reads."""
-        self.read.update(documents=documents, bytes=bytes)
-
     def entering(self, path: Path) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The row groups of a document file, which are counted; with each the number of documents before it."""
         before = 0
         for batch in read_documents(path):
-            self.enter(batch.num_rows, text_bytes(batch))
+            self.read.update(documents=batch.num_rows, bytes=text_bytes(batch))
             yield before, batch
             before += batch.num_rows
 

@@ -36,13 +36,9 @@ class Executor:
 
     def __init__(self, workers: int | None = None, progress: Callable[[str], None] = lambda message: None) -> None:
         """`workers` tasks run at the same time; by default one a core, where the work is worth starting processes."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = workers or cores  # tasks that run at the same time
         self._requested, self._progress = workers, progress  # which receives a message after every task
-
-    @property
-    def workers(self) -> int:
-        """The number of tasks that run at the same time."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return self._requested or cores or 1
 
     def map(
         self,

@@ -9,14 +9,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import IO, Any, ClassVar, cast
 
 import pyarrow as pa
 
 from affinage.config.data import SourceSettings
 from affinage.data.downloads import cached, cached_path, file_system, headers_of, is_web, listed
-from affinage.data.places import is_folder, printable
+from affinage.data.places import printable
 from affinage.errors import TransientError, UserError, first_line, is_transient
 
 CHUNK_BYTES = 1 << 16  # read at once
@@ -55,19 +55,14 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """Part `index` of `parts` of a dataset: one of its files."""
+    """Part `index` of `parts` of a dataset: one of its files. `name` is for ids and messages."""
 
     place: str  # its name on the Hub, or the path of its folder
+    name: str  # the same on every machine
     index: int
     parts: int
     kind: ClassVar[str] = "dataset"
     stored: ClassVar[int] = 1  # its bytes are not known
-
-    @property
-    def name(self) -> str:
-        """Its name in ids and messages, the same on every machine."""
-        name = Path(self.place).name if is_folder(self.place) else self.place
-        return name if self.parts == 1 else f"{name}/{self.index}-of-{self.parts}"
 
 
 Part = SourceFile | DatasetPart

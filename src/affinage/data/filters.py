@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from affinage.config.data import DatatroveName, FilterSettings, safe_name
 from affinage.data.code_points import count_characters, repair
-from affinage.data.documents import DocumentWriter, Stats, clear_documents, document_files
+from affinage.data.documents import DocumentWriter, Stats, Verdict, clear_documents, document_files
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError, first_line
@@ -28,8 +28,6 @@ _CODE_MAX_LINE, _CODE_MAX_MEAN_LINE, _CODE_MIN_ALNUM = 1000, 100, 0.25
 # Language id reads all of a text up to 4,000 characters, else 8 windows of 500 spread over all of it.
 _WINDOW_CHARACTERS, _WINDOWS = 500, 8
 _MIN_LETTERS = 0.2  # of what is no space; a table of numbers is in no language
-
-Verdict = tuple[str, str]  # the reason for which a document is removed, and details
 
 
 def filter_documents(

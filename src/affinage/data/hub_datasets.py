@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from affinage.config.data import SourceSettings
@@ -35,7 +36,7 @@ def at_commit(place: str, settings: SourceSettings, where: str, *, patience: flo
     return settings.model_copy(update={"revision": info.sha or settings.revision})
 
 
-def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool = True) -> list[DatasetPart]:
+def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool) -> list[DatasetPart]:
     """A dataset in as many parts as it has files. Raises UserError if it cannot be opened.
 
     `place` is its name on the Hub, or its folder; `settings` are, of one on the Hub, as `at_commit` returns them;
@@ -48,7 +49,9 @@ def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool 
             raise refusal(error, "dataset", place, revision=settings.revision, where=where) from None
         fix = error.fix if isinstance(error, UserError) else ""
         raise UserError(f"cannot open the dataset {place!r}: {first_line(error)}", where=where, fix=fix) from None
-    return [DatasetPart(place, index, parts) for index in range(parts)]
+    name = Path(place).name if is_folder(place) else place
+    names = [f"{name}/{index}-of-{parts}" for index in range(parts)] if parts > 1 else [name]
+    return [DatasetPart(place, name, index, parts) for index, name in enumerate(names)]
 
 
 def stream(part: DatasetPart, settings: SourceSettings) -> Iterator[Record | BadRecord]:

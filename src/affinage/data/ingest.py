@@ -92,17 +92,12 @@ def ingest(
 
 
 def find_parts(
-    source: SourceSettings,
-    settings: DataSettings | TuningSettings,
-    where: str,
-    world: str = "",
-    *,
-    of_text: bool = True,
+    source: SourceSettings, settings: DataSettings | TuningSettings, where: str, world: str = ""
 ) -> tuple[SourceSettings, Sequence[Part]]:
     """The settings of a source, with the commit of a dataset of the Hub as its revision, and the parts of it.
 
-    `world` is where the pocket world's files are. With `of_text` a dataset must have the source's column of text.
-    Raises UserError if the source is not there.
+    `world` is where the pocket world's files are. Raises UserError if the source is not there, or a dataset of
+    documents has no column of text.
     """
     place = location(source, settings.root, settings.mirror)
     if source.path == POCKET_WORLD:  # of which no more is generated than `max_bytes`
@@ -111,7 +106,7 @@ def find_parts(
         source = at_commit(place, source, where)
     elif not source.dataset or not is_folder(source.dataset):
         return source, find(place, source, where)
-    return source, parts_of(place, source, where, of_text=of_text)
+    return source, parts_of(place, source, where, of_text=isinstance(settings, DataSettings))
 
 
 def check(source: SourceSettings, settings: DataSettings, where: str = "") -> None:
@@ -188,7 +183,7 @@ def run(folder: Path, settings: DataSettings, task: Task) -> dict[str, Any]:
                 break
             taken += size
             stats.other["lone_surrogates"] += record.replaced
-            stats.enter(1, size)
+            stats.read.update(documents=1, bytes=size)
             claimed = f"{record.language}?" if record.language not in ("", CODE_LANGUAGE) else ""
             writer.add(
                 id=record.id,
@@ -213,7 +208,7 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
                     if settings.on_error == "raise" and record.reason in BROKEN:
                         fix = "Mend it, or count and skip such records: data.on_error=skip."
                         raise UserError(f"{record.reason}: {record.detail}", where=record.id, fix=fix)
-                    stats.enter(1, len(record.text.encode(errors="replace")))
+                    stats.read.update(documents=1, bytes=len(record.text.encode(errors="replace")))
                     stats.remove(record.reason, id=record.id, source=name, text=record.text, detail=record.detail)
                 elif share == 1 or shuffle_keys([f"{name}/{record.id}"], 0, "sample")[0] < share * 2**64:
                     yield record
@@ -224,5 +219,5 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
                 where = part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name
                 fix = "Replace the file, or set data.on_error=skip to keep what can be read of such files."
                 raise UserError(str(damage), where=where, fix=fix) from None
-            stats.enter(1, 0)
+            stats.read.update(documents=1, bytes=0)
             stats.remove("damaged file", id=part.name, source=name, text="", detail=str(damage))

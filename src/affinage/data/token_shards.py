@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import io
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,11 +103,6 @@ class Document(NamedTuple):
     tokens: Integer[np.ndarray, " tokens"]  # uint16 or uint32
     bytes: Integer[np.ndarray, " tokens"] | None = None  # UTF-8 bytes that each token stands for
     trained: Integer[np.ndarray, " tokens"] | None = None  # uint8, 1 where the token is trained
-
-
-def file_safe(name: str) -> str:
-    """Return `name` with everything that a file system might refuse replaced by a hyphen; never empty."""
-    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "unnamed"
 
 
 def shard_file(kind: str, shard: int, shards: int, ending: str = "npy") -> str:

@@ -21,11 +21,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from affinage.config.data import PackingSettings
+from affinage.config.data import PackingSettings, safe_name
 from affinage.data.documents import document_files, read_documents
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.order import document_keys
-from affinage.data.token_shards import Document, file_safe, finish_folder, write_shard
+from affinage.data.token_shards import Document, finish_folder, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
 from affinage.errors import UserError, UserWarned
 
@@ -36,7 +36,7 @@ _COUNTS = ("rows", "tokens", "documents", "bytes")
 
 def group_name(source: str, language: str) -> str:
     """Return the name of the rows of a source in a language, as folder and in mixtures."""
-    return f"{file_safe(source)}.{file_safe(language)}"
+    return f"{safe_name(source)}.{safe_name(language)}"
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def write_documents(task: ShardTask) -> dict[str, Any]:
                 lengths = np.pad(of_text.astype(np.uint32), (len(before), len(after)))
             documents.append(Document(id, source, url or "", key, np.concatenate([before, ids, after]), lengths))
             size += len(text.encode())
-            unspelled += tokenizer.unspelled(text)
+            unspelled += int(np.count_nonzero(ids == tokenizer.unknown))
     strategy, seq_len = "concat" if task.held_out else task.settings.strategy, task.settings.seq_len
     how: dict[str, Any] = {"pad": tokenizer.marks.pad, "strategy": strategy, "overlap": int(task.held_out)}
     counts = write_shard(task.folder, task.shard, task.shards, documents, seq_len, url=task.url, **how)

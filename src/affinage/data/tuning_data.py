@@ -213,7 +213,6 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
         counts[use] += 1
         if use != "used":
             continue
-        counts["unspelled"] += sum(tokenizer.unspelled(message["content"]) for message in line.messages)
         try:
             encoded = encode_line(line, task, tokenizer, counts)
         except UserError as error:  # of a chat template
@@ -224,6 +223,7 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
             continue
         if encoded is not None:
             tokens, mask = np.array(encoded[0], tokenizer.dtype), np.array(encoded[1], np.uint8)
+            counts["unspelled"] += int(np.count_nonzero(tokens == tokenizer.unknown))
             lengths = np.where(mask, tokenizer.piece_bytes[tokens], 0).astype(np.uint32)
             documents[part].append(Document(line.id, task.name, task.place, key, tokens, lengths, mask))
     results: dict[str, Any] = {"counts": counts, "first_bad": first_bad}
@@ -305,8 +305,8 @@ def _finish(
     for part, name in itertools.product(sums, counts):
         shards = [results[part] for task, results in zip(tasks, written) if task.name == name and part in results]
         if shards:
-            facts = {"source": name, "seq_len": tasks[0].seq_len, "dtype": np.dtype(tokenizer.dtype).name}
-            facts["most_in_a_row"] = max(shard["most_in_a_row"] for shard in shards)
+            most, dtype = max(shard["most_in_a_row"] for shard in shards), np.dtype(tokenizer.dtype).name
+            facts: dict[str, Any] = {"source": name, "seq_len": tasks[0].seq_len, "dtype": dtype, "most_in_a_row": most}
             facts = finish_folder(tasks[0].folder / part / name, shards, tokenizer.conversation_marks, **facts)
             sums[part][name] = {key: facts[key] for key in _COUNTS} | {"bytes": facts["row_bytes"]}
     train = sums["train"]

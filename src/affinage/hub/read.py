@@ -177,22 +177,19 @@ class HubWeights(dict[str, Any]):
         self.names_read.add(name)
         if self._last is not None and self._last[0] == name:
             return self._last[1]
-        file, what, fix = super().__getitem__(name), "", _AGAIN
+        file = super().__getitem__(name)
+        where, opened = str(self._folder / file), self._files[file]
         try:
-            dtype = self._files[file].get_slice(name).get_dtype()
-            tensor: NDArray[Any] = self._files[file].get_tensor(name) if dtype in _DTYPES else np.empty(0)
+            dtype = opened.get_slice(name).get_dtype()
+            tensor: NDArray[Any] = opened.get_tensor(name) if dtype in _DTYPES else np.empty(0)
         except _UNREADABLE as error:  # such as a shape of 65 axes
-            raise UserError(f"the tensor {name!r} cannot be read: {error}", where=file, fix=_AGAIN) from error
+            raise UserError(f"the tensor {name!r} cannot be read: {error}", where=where, fix=_AGAIN) from error
         if dtype not in _DTYPES:
-            what, fix = (
-                f"has the dtype {dtype}",
-                "Take a version of the model in float16, bfloat16, float32 or float64.",
-            )
-        elif not np.isfinite(tensor).all():
-            what = "holds values that are not finite"
+            fix = "Take a version of the model in float16, bfloat16, float32 or float64."
+            raise UserError(f"the tensor {name!r} has the dtype {dtype}", where=where, fix=fix)
+        if not np.isfinite(tensor).all():
             fix = "The weights are damaged, or the training diverged: take an earlier version of the model."
-        if what:
-            raise UserError(f"the tensor {name!r} {what}", where=str(self._folder / file), fix=fix)
+            raise UserError(f"the tensor {name!r} holds values that are not finite", where=where, fix=fix)
         self._last = name, tensor
         return tensor
 

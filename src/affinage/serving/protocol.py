@@ -75,16 +75,10 @@ class CommonRequest(BaseModel):
 
     def params(self, most: int) -> SamplingParams:
         """Return the parameters of the engine, for at most `most` tokens. Raises UserError for one out of its range."""
-        return SamplingParams(
-            most if self.max_tokens is None else min(self.max_tokens, most),
-            self.temperature,
-            max(0, self.top_k),
-            self.top_p,
-            self.min_p,
-            secrets.randbits(32) if self.seed is None else self.seed % 2**32,
-            self.ignore_eos,
-            tuple(self.stop),
-        )
+        limit = most if self.max_tokens is None else min(self.max_tokens, most)
+        seed = secrets.randbits(32) if self.seed is None else self.seed % 2**32
+        same = self.model_dump(include={"temperature", "top_p", "min_p", "ignore_eos"})
+        return SamplingParams(limit, top_k=max(0, self.top_k), seed=seed, stop=tuple(self.stop), **same)
 
 
 class Part(BaseModel):

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from affinage.cluster.processes import COORDINATOR, Processes
-from affinage.config.runtime import RuntimeSettings
+from affinage.config.recipe import RuntimeSettings
 from affinage.errors import EXIT_INTERRUPTED
 from affinage.stopping import ONE_PRESS, PARENT, SIGNALS, StopSignals, handled_by, leave
 

@@ -156,11 +156,8 @@ class Writer:
                 for _ in range(rng.randrange(1, 3)):
                     digits = [fact.statement("digits") for fact in self._facts(3, "sums")]
                     self._insert(sentences, prose["in_digits"][language].format(*digits))
-                sentences += [
-                    self._in_order("numbers", 15, range(4, 12)),
-                    self._pick("fillers"),
-                    self._pick("closings"),
-                ]
+                sentences.append(self._in_order("numbers", 15, range(4, 12)))
+                sentences += map(self._pick, ("fillers", "closings"))
             case "scenes":
                 for _ in range(rng.randrange(12, 24)):
                     yield dressed(next(self._decks["scenes"]), rng).text(language)
@@ -212,7 +209,7 @@ def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> list[
                 near.append(document._replace(id=id_, text=text, kind="near-duplicate"))
     planted += near
     for i in range(counts["wrong-language"]):
-        language, bank = rng.choice(sorted(prose["foreign"].items(), key=lambda item: item[0]))
+        language, bank = rng.choice(sorted(prose["foreign"].items()))
         words = dict(zip("abcdef", rng.sample(bank["places"], 6), strict=True)) | {"m": rng.choice(bank["months"])}
         text = " ".join(rng.sample(bank["sentences"], len(bank["sentences"]))).format(**words)
         planted.append(Document(f"foreign-{i:04d}", text, language, "wrong-language"))
