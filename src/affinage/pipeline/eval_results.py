@@ -36,15 +36,13 @@ def eval_results(name: str, runs: Path) -> Path | None:
     Of a model, the results of `affinage eval` come before those of its run's own evaluation.
     """
     target = models.resolve(name, runs)
-    folders = [target.path]
-    if target.kind != "result":
-        folder, run = results_folder(name, runs), target.path
-        if (folder / ITEMS).is_dir() and read_json(folder / RESULTS).get(STATE) == model_fingerprint(target, runs):
-            return folder
-        steps = [EVALUATIONS[training] for training in TRAININGS]
-        if target.kind == "model":
-            run, steps = run.parent, [EVALUATIONS[run.name]] if run.name in EVALUATIONS else []
-        folders = [run / step for step in steps] if target.step is None else []
+    if target.kind == "result":
+        return target.path if (target.path / ITEMS).is_dir() else None
+    own = results_folder(name, runs)
+    if (own / ITEMS).is_dir() and read_json(own / RESULTS).get(STATE) == model_fingerprint(target, runs):
+        return own
+    run, trainings = (target.path.parent, (target.path.name,)) if target.kind == "model" else (target.path, TRAININGS)
+    folders = [run / EVALUATIONS[each] for each in trainings if each in EVALUATIONS and target.step is None]
     return next((folder for folder in folders if (folder / ITEMS).is_dir()), None)
 
 
