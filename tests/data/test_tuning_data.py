@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
+from template_forms import PLAIN, REASONED, THOUGHTFUL, ours, with_template
 from test_conversations import BAD
 from unpacked import documents_in
 
@@ -172,6 +172,15 @@ def test_reasoning_that_is_not_written_is_counted(
     assert summary.get("reasoning_dropped", 0) == dropped and summary["train"]["conversations"] == 2
     print_counts(summary, "conversations")
     assert ("reasoning" in capsys.readouterr().out) == bool(dropped)
+
+
+@pytest.mark.parametrize(("written", "differ"), [("Assistant: ", 2), ("Assistant:", 0)])
+def test_answers_whose_first_token_takes_the_end_of_the_prompt_are_counted(tmp_path: Path, written: str, differ: int):
+    template = "{% for m in messages %}{{ 'User: ' if m.role == 'user' else 'WRITTEN' }}{{ m.content + '<|im_end|>' }}"
+    template += "{% endfor %}{% if add_generation_prompt %}{{ 'WRITTEN' }}{% endif %}"
+    tokenizer = with_template(template.replace("WRITTEN", written))
+    summary = prepare(tmp_path, tokenizer, [ask("Who?", "the cat"), ask("Where?", "the capital")], seq_len=300)
+    assert summary.get("prompt_differs", 0) == differ
 
 
 def test_answers_that_no_stop_ends_and_characters_without_a_token_are_warned_of(tmp_path: Path, characters: Tokenizer):

@@ -85,14 +85,19 @@ class ChatTemplate:
             what = f"the chat template refuses a conversation of {roles}: {error}"
             raise UserError(what, where=_WHERE, fix=fix) from error
 
-    def _try(self, messages: Sequence[Message]) -> str:
+    def _try(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return `render`, or "" for a conversation that the template refuses, such as one without a system message."""
         try:
-            return self.render(messages)
+            return self.render(messages, add_generation_prompt=add_generation_prompt)
         except UserError as error:
             if not error.fix:  # this is not Jinja
                 raise
             return ""
+
+    @cached_property
+    def prompt_ends_in_space(self) -> bool:
+        """Whether the text by which the model is asked for an answer ends in a space, which may join the answer."""
+        return self._try(_talk("?"), add_generation_prompt=True).endswith(" ")
 
     @cached_property
     def writes_reasoning(self) -> bool:

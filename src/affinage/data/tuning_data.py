@@ -266,6 +266,10 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     counts["truncated"] += too_long
     counts["rewritten"] += rewritten
     counts["reasoning_dropped"] += chat.drops_reasoning(line.messages, tokenizer)
+    if not pair and tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
+        before = next(number for number, message in enumerate(talks[0]) if message["role"] == "assistant")
+        prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
+        counts["prompt_differs"] += sides[0][0][: len(prompt)] != prompt[: len(sides[0][0])]
     return [token for ids, _ in sides for token in ids], [is_trained for _, mask in sides for is_trained in mask]
 
 

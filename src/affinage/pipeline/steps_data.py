@@ -32,6 +32,7 @@ _COUNTS = (
     *("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere"),
     "rewritten",
     "reasoning_dropped",
+    "prompt_differs",
 )
 
 
