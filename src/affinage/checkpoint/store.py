@@ -272,10 +272,12 @@ class CheckpointStore:
         return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), loaded, wanted), metadata.facts
 
     def _refused(self, step: int, error: Exception) -> UserError:
-        steps, fix = steps_in(self.folder), "Train the model first."
+        reason, fix = "there is none of this step", "Train the model first."
         if others := ", ".join(f"@{other}" for other in self.steps() if other != step):
-            fix = f"Name another one ({others}), or remove it: its recipe resumes from the one before."
-        reason = first_line(error) if step in steps else "there is none of this step"
+            fix = f"Name another one: {others}."
+        if step in steps_in(self.folder):
+            reason = first_line(error)
+            fix = f"{fix} Or remove it: its recipe resumes from the one before." if others else ""
         return UserError(f"checkpoint {step} cannot be restored: {reason}", where=str(self.folder), fix=fix)
 
 
