@@ -67,6 +67,10 @@ class Disturbed(Training):
             timer.start()
         return group
 
+    def saved(self) -> int:
+        """Return the newest step whose state is on disk, 0 without any."""
+        return max([0, *CheckpointStore(self.folder / "checkpoints").steps()])
+
 
 def undisturbed(folder: Path, workers: int) -> tuple[Path, float]:
     """Return the folder of a run that is left alone, and the seconds that it takes."""
@@ -96,10 +100,10 @@ def preempt(folder: Path, draw: random.Random, quick: bool) -> Outcomes:
             run = Disturbed(path, workers, draw, signal.SIGTERM, signals, lasts)
             status = EXIT_PREEMPTED
             while run.left and status != 0:  # 0: it was done before the signal
-                start, begun = run.starts, max([0, *run.saved()])
+                start, begun = run.starts, run.saved()
                 status = run.run()
                 early = any("SIGTERM" in line for line in run.said if line.startswith("launch:"))
-                kept = max([0, *run.saved()]) >= max([begun, *steps_made(run, start)])
+                kept = run.saved() >= max([begun, *steps_made(run, start)])
                 yield f"signals to one of {workers}", kept and (status in (0, EXIT_PREEMPTED) or early)
             run.left = 0  # it may have been done before all signals
             yield "runs after them", run.run() == 0 and ended_alike(run.folder, alone, STEPS)

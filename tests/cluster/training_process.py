@@ -3,8 +3,8 @@
     python -m training_process JOB
 
 is one of the processes. JOB is JSON: `folder`, `steps`, `settings`, `nonfinite` (steps whose last row has a loss that
-is not finite) and `hurt`: for each start a process, the step after which it hurts itself, and a signal's number, or 0
-if it sleeps.
+is not finite), `pause` (seconds after each step) and `hurt`: for each start a process, the step after which it hurts
+itself, and a signal's number, or 0 if it sleeps.
 """
 
 import json
@@ -144,6 +144,7 @@ def main(job: dict) -> None:
         def on_step(step: int, state: object) -> None:
             with _made(folder, job["start"], processes.index).open("a") as file:
                 print(step, file=file)
+            time.sleep(job.get("pause", 0.0))
             process, at, number = job["hurt"] or (None, None, 0)
             if (processes.index, step) == (process, at):
                 os.kill(os.getpid(), number) if number else time.sleep(3600)
