@@ -249,7 +249,7 @@ class PipelineRunner:
         return seconds
 
     def _make(self, planned: PlannedStep, requests: Mapping[str, Request], listener: ProgressListener) -> float:
-        step, request, store = planned.step, planned.request, self.store
+        step, request, store, started = planned.step, planned.request, self.store, time.time()
         folder = store.begin(request, resume=step.resumable)
 
         def on_metrics(row: Mapping[str, Any]) -> None:
@@ -269,7 +269,7 @@ class PipelineRunner:
                     Processes.current.broadcast(_NEXT, work)
                     together.enter_context(Processes.current.all_at_work())
                 summary = step.fn(self._context(request, progress=progress, on_metrics=on_metrics))
-            seconds = store.finish(request, summary)
+            seconds = store.finish(request, summary, started=started)
         listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
         return seconds
 
