@@ -148,10 +148,12 @@ def test_report_is_of_the_run_as_it_is(affinage):
 def test_a_run_with_a_setting_that_is_gone_is_still_opened(affinage):
     recipe = json.loads((RUN / "recipe.json").read_text())
     recipe["pretrain"]["gone"] = 3
+    recipe["evaluate"]["batch_size"] = "auto"
     (RUN / "recipe.json").write_text(json.dumps(recipe))
     for words in (["plan", "quickstart", "--on", "cpu"], ["config", "show", "quickstart"], ["graph", "quickstart"]):
         status, _, said = affinage(*words)
         assert status == 0 and said.count("pretrain.gone") == 1, said
+    assert affinage("eval", "quickstart/sft", "--limit", "1")[0] == 0
     for request in Path("runs/store").glob("*/request.json"):  # as of another version, which nobody reads
         request.write_text('{"stage": "x"}')
     for words in (["report", "quickstart"], ["chat", "quickstart", "x"], ["eval", "quickstart"]):
