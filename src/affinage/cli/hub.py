@@ -159,9 +159,10 @@ def _write_model(
     of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
     license, sampling = release_of(target.path, license or of_run.get("license"))
     results = results_of(target.path, target.run) if target.run is not None and target.step is None else {}
-    facts = CardFacts(license, tuned=is_tuned(target.path))
+    facts = CardFacts(license)
     if target.run is not None and results:
         facts = card_facts(collect_facts(target.run, results), license)
+    facts = replace(facts, tuned=is_tuned(target.path))  # also while it is being trained
     if state is not None and (state.step != state.steps or target.step is not None):
         checkpoint = str(replace(state, model=public(state.model)))
         facts = replace(facts, training={**facts.training, "Checkpoint": checkpoint})
