@@ -295,7 +295,7 @@ class Tokenizer:
             firsts = np.searchsorted(ends, places[::2], side="right").tolist()
             lasts = np.searchsorted(ends - sizes, places[1::2]).tolist()
         else:
-            encoded = self._fast.encode(named, add_special_tokens=False)
+            encoded: Any = self._fast.encode(named, add_special_tokens=False)
             ids, tokens = encoded.ids, range(len(encoded.ids))
             growth = [*accumulate((len(name) - (end - start) for start, end, name in edits), initial=0)]
             begun = [start for start, *_ in edits]
