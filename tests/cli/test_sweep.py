@@ -9,6 +9,7 @@ from affinage.cli.output import emit
 from affinage.cli.sweep import scores_view
 from affinage.pipeline.sources import fingerprints
 from affinage.pipeline.store import read_request
+from affinage.results import read_json
 from tiny_run import RECIPE, WORDS
 
 
@@ -102,3 +103,5 @@ def test_a_point_reads_files_as_they_are_when_it_begins(tmp_path: Path, monkeypa
     words = [word for each in (*settings, "sweep={data.on_error: [skip, raise]}") for word in ("--set", each)]
     affinage("sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), *words)
     assert [read for read, _ in made] == [is_there for _, is_there in made] and made[0] != made[1]
+    recorded = read_json(tmp_path / "runs" / "tiny-002" / "recipe.json")
+    assert recorded["data"]["on_error"] == "raise" and recorded["sweep"] == {}

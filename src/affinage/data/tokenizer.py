@@ -93,9 +93,10 @@ class Tokenizer:
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
         model = state["model"]
         unknown = model.get("unk_id", ids.get(model.get("unk_token")))  # the former of Unigram models
-        spells_bytes = model.get("byte_fallback") or self._byte_level
-        self.unknown: int = -1 if spells_bytes or unknown is None else unknown
-        """The id of what the vocabulary cannot spell; -1 where there is none."""
+        self._unknown: int = -1 if unknown is None else unknown
+        alphabet = pre_tokenizers.ByteLevel.alphabet() if self._byte_level else [f"<0x{n:02X}>" for n in range(256)]
+        by_bytes = self._byte_level or bool(model.get("byte_fallback"))
+        self._spells_everything = by_bytes and ids.keys() >= set(alphabet)
         normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
         self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
@@ -295,7 +296,7 @@ class Tokenizer:
             firsts = np.searchsorted(ends, places[::2], side="right").tolist()
             lasts = np.searchsorted(ends - sizes, places[1::2]).tolist()
         else:
-            encoded = self._fast.encode(named, add_special_tokens=False)
+            encoded: Any = self._fast.encode(named, add_special_tokens=False)
             ids, tokens = encoded.ids, range(len(encoded.ids))
             growth = [*accumulate((len(name) - (end - start) for start, end, name in edits), initial=0)]
             begun = [start for start, *_ in edits]
@@ -344,6 +345,17 @@ class Tokenizer:
         ends[-1:] = [len(text)] if ends else []
         bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
         return np.diff(np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)]))
+
+    def unspelled(self, text: str) -> int:
+        """Return how many characters of a text are in none of its tokens, or only in the unknown one."""
+        if self._spells_everything:
+            return 0
+        text = _plain(text)
+        encoded = self._fast.encode(text, add_special_tokens=False)
+        spelled = np.array(list(map(str.isspace, text)), bool)
+        for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            spelled[start:stop] |= token != self._unknown
+        return int(np.count_nonzero(~spelled))
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Return the text of ids. Special tokens are left out, or spelled if `keep_special`.

@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -329,13 +329,14 @@ def points(recipe: str, overrides: Sequence[str]) -> list[Point]:
     for number, values in enumerate(itertools.product(*grid.values()), 1):
         settings = dict(zip(grid, values))
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        words += [f"name={loaded.recipe.name}-{number:03}", "sweep={}"]
+        words += [f"name={loaded.recipe.name}-{number:03}"]
         try:
-            made.append(Point(number, settings, load_recipe(recipe, [*overrides, *words])))
+            point = load_recipe(recipe, [*overrides, *words])
         except UserError as error:
             for key in grid:  # which was written in the grid
                 where, written = f"--set {key}", loaded.locate(("sweep", key))
                 error.where = written if error.where == where else error.where
                 error.what = error.what.replace(f"\n{where}: ", f"\n{written}: ")
             raise
+        made.append(Point(number, settings, replace(point, recipe=point.recipe.model_copy(update={"sweep": {}}))))
     return made
