@@ -50,8 +50,6 @@ def scores(folder: Path) -> Iterator[Result]:
             for metric, score in entry["metrics"].items():
                 unit, name = f"{metric} of {entry['items']} items", f"{task}, {step}"
                 yield result(name, score["value"], unit, entry.get("chance"), stderr=score["stderr"])
-        if stopped := (evaluation.get("generation") or {}).get("stopped"):
-            yield result(f"answers that end, {step}", stopped["value"], "share", stderr=stopped["stderr"])
 
 
 def differences(folder: Path, before: str, after: str) -> Iterator[Result]:

@@ -3,7 +3,7 @@
     from affinage.api import generate, graph_of, recipe, run
 
     mine = recipe("quickstart", {"name": "mine", "pretrain.steps": 200})
-    print(graph_of(mine).width)
+    print(graph_of(mine).depth)
     made = run(mine, until="pretrain", on_metrics=print)
     print(generate(made.model(), ["The capital"]))
 

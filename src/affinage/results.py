@@ -65,9 +65,10 @@ class Size(Result):
     trained_tokens: int | None = None
     exact: int | None = None  # documents that a tokenizer's round trip leaves unchanged
     total: int | None = None  # parameters
-    items: int | None = None  # of a benchmark, those too short to be found, and those found
+    items: int | None = None  # of a benchmark, those too short to be found, found, and in too many documents
     too_short: int | None = None
     found: int | None = None
+    common: int | None = None
 
 
 class Excerpt(Result):

@@ -74,8 +74,12 @@ def test_a_model_is_said_to_be_at_its_step_and_what_is_not_trained_yet(affinage)
     assert status == 0 and json.loads(out).items() >= {"step": 5, "steps": 5, "missing": ["dpo"]}.items(), said
     (RUN / "pretrain" / MANIFEST).unlink()  # as while it is trained
     assert "step 20 of 20" in affinage("generate", "quickstart/pretrain", "x", "--max-new-tokens", "1")[2]
-    assert affinage("export", "quickstart/pretrain@18", "--to", "out")[0] == 0
-    assert "step 18 of 20; not trained yet: dpo" in Path("out/README.md").read_text()
+    assert affinage("export", f"{Path.cwd()}/runs/quickstart/pretrain@18", "--to", "out")[0] == 0
+    card = Path("out/README.md").read_text()
+    assert "pretrain, step 18 of 20; not trained yet: dpo" in card and str(Path.cwd()) not in card
+    (RUN / "sft" / MANIFEST).unlink()
+    assert affinage("export", "quickstart/sft", "--to", "tuned")[0] == 0
+    assert "answer in conversations" in Path("tuned/README.md").read_text()
 
 
 def test_a_report_of_what_there_is_needs_a_file(affinage):
@@ -145,10 +149,12 @@ def test_report_is_of_the_run_as_it_is(affinage):
 def test_a_run_with_a_setting_that_is_gone_is_still_opened(affinage):
     recipe = json.loads((RUN / "recipe.json").read_text())
     recipe["pretrain"]["gone"] = 3
+    recipe["evaluate"]["batch_size"] = "auto"
     (RUN / "recipe.json").write_text(json.dumps(recipe))
     for words in (["plan", "quickstart", "--on", "cpu"], ["config", "show", "quickstart"], ["graph", "quickstart"]):
         status, _, said = affinage(*words)
         assert status == 0 and said.count("pretrain.gone") == 1, said
+    assert affinage("eval", "quickstart/sft", "--limit", "1")[0] == 0
     for request in Path("runs/store").glob("*/request.json"):  # as of another version, which nobody reads
         request.write_text('{"stage": "x"}')
     for words in (["report", "quickstart"], ["chat", "quickstart", "x"], ["eval", "quickstart"]):

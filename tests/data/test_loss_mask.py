@@ -149,16 +149,29 @@ def test_answers_before_a_message_or_that_are_not_to_be_trained_are_not(form: st
 
 
 @pytest.mark.parametrize("form", ["llama3", "zephyr", "mistral", "qwen2_5", "qwen2_5_training", "gemma"])
-def test_many_turns_are_trained_as_few_are(form: str):
+def test_many_turns_are_trained_as_few_are_in_one_rendering(form: str, monkeypatch: pytest.MonkeyPatch):
     turns = [{**each, "content": f"{each['content']} {n}"} for n in range(60) for each in PLAIN[:2]]
     tokenizer = ours(form)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer.template, "seams", None)
+        by_prefixes = encode_conversation(turns, tokenizer, "")
+    encode_conversation(turns[:2], tokenizer, "")
+    render, rendered = tokenizer.template.render_blocks, []
+    monkeypatch.setattr(tokenizer.template, "render_blocks", lambda *a, **k: rendered.append(a) or render(*a, **k))
     ids, trained = encode_conversation(turns, tokenizer, "")
+    assert len(rendered) == 1 and (ids, trained) == by_prefixes
     assert len(trained_runs(trained)) == 60 and not unstopped_answers(ids, trained, tokenizer.stops)
     assert unstopped_answers(ids, trained, ()) == 60
     few = [encode_conversation(turns[: 2 * n], tokenizer, "") for n in (1, 2, 7)]
     for some, mask in few:
         last = trained_runs(mask)[-1][1]
         assert (ids[:last], trained[:last]) == (some[:last], mask[:last])
+
+
+@pytest.mark.parametrize("form", ["chatml", "llama3", "qwen2_5_training"])
+def test_of_a_conversation_without_an_answer_nothing_is_trained(form: str, tokenizer):
+    ids, trained = encode_conversation(PLAIN[:1], tokenizer if form == "chatml" else ours(form), "")
+    assert ids and not any(trained)
 
 
 @pytest.mark.parametrize("content", ["", "e", "end", "s", "/s"])

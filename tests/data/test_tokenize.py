@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from affinage.config.data import PackingSettings, safe_name
 from affinage.data.dataloader import ValidationRows
@@ -158,6 +158,24 @@ def test_characters_without_a_token_are_counted_with_their_bytes_and_warned_of(c
     with pytest.warns(UserWarned, match="27 characters"):
         assert tokenize(split, characters, tmp_path / "rows", settings, seed=0)["unspelled"] == 27
     assert ValidationRows(tmp_path / "rows/validation/s.und", batch=2).bytes == len(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("model", "byte_level"),
+    [
+        (models.BPE({"a": 0, "b": 1}, []), False),
+        (models.BPE({"<unk>": 0, "a": 1, "b": 2}, [], unk_token="<unk>", byte_fallback=True), False),
+        (models.BPE({"<unk>": 0, "a": 1, "b": 2}, [], unk_token="<unk>", fuse_unk=True), False),
+        (models.BPE({"a": 0, "b": 1}, []), True),
+    ],
+    ids=["nothing for them", "without byte pieces", "one token for several", "without an alphabet"],
+)
+def test_characters_that_an_imported_vocabulary_lacks_are_counted(model: models.BPE, byte_level: bool, tmp_path: Path):
+    fast = FastTokenizer(model)
+    if byte_level:
+        fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).unspelled("ab é漢") == 2
 
 
 def words(folder: Path, vocabulary: int = 0) -> Tokenizer:

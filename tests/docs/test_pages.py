@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from affinage import api
 from affinage.cli.program import app
 from affinage.config.load import packaged_recipes
 from affinage.model.layer import LAYERS
@@ -99,3 +100,10 @@ def test_the_site_has_docstrings_and_a_link_to_nowhere_ends_its_build(tmp_path: 
     page.write_text(page.read_text() + "\n[nowhere](nowhere.md)\n")
     built = build(tmp_path)
     assert built.returncode != 0 and "page does not exist" in built.stderr
+
+
+def test_the_example_of_the_api_begins_as_it_is_written(capsys: pytest.CaptureFixture[str]):
+    """Up to the run of the quickstart, which is dear; the notebook goes further."""
+    lines = [line.strip() for line in (api.__doc__ or "").splitlines() if line.startswith("    ")]
+    exec("\n".join(lines[: next(at for at, line in enumerate(lines) if "run(" in line)]), {})
+    assert capsys.readouterr().out.strip() == str(api.recipe("quickstart").recipe.model["nodes"]["blocks"]["repeat"])

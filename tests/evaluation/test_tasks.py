@@ -54,9 +54,11 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
         ("output_type: generate_until", ""),
         ("task: bogus", "bogus"),
         (yaml.safe_dump(TASK), "one.jsonl"),
+        ("task: one\ndataset_path: json\ndataset_kwargs: {data_files: 3}", "data_files"),
+        ("task: one\ndataset_path: json\ndataset_kwargs: {data_files: {}}", "data_files"),
+        ("task: one\ninclude: 3", ""),
         (None, "one.yaml"),
     ],
-    ids=["a function", "a list", "a template alone", "no items", "a missing file of items", "a missing task file"],
 )
 def test_a_task_file_that_cannot_be_used_is_refused_at_its_place(tmp_path, content, named):
     if content is not None:
@@ -82,6 +84,7 @@ def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path
             {"description": escape},
             {"metric_list": [{"metric": str(tmp_path / "evil")}]},
             {"metric_list": [{"metric": "acc", "hf_evaluate": True}]},
+            {"metric_list": ["acc"]},
             {"fewshot_config": {"doc_to_text": escape}, "num_fewshot": 1},
         )
     ):

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.export import export
+from affinage.hub.read import read_hub_folder
 from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
 from affinage.model.analysis import parameters
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
@@ -61,6 +62,10 @@ def test_narrower_weights_in_several_files_verify_against_the_rounded_model(tmp_
     assert {str(one.dtype) for file in files for one in load_file(tmp_path / "m" / file).values()} == {"bfloat16"}
     assert index["metadata"]["total_size"] == sum(2 * leaf.size for leaf in jax.tree.leaves(model.params))
     assert verify(tmp_path / "m", model, TEXTS[:2])["largest_logit_difference"] <= 1e-4
+    expected, last = read_hub_folder(tmp_path / "m").params, tmp_path / "m" / [*index["weight_map"].values()][-1]
+    stale = {name: np.zeros_like(tensor) for file in files for name, tensor in load_file(tmp_path / "m" / file).items()}
+    save_file(stale | load_file(last), last)  # the index places the others in other files
+    jax.tree.map(np.testing.assert_array_equal, read_hub_folder(tmp_path / "m").params, expected)
 
 
 def test_a_comparison_with_llama_cpp_names_what_is_missing(exported, tmp_path, monkeypatch):

@@ -11,8 +11,10 @@ from pydantic import Field
 
 import tiny_graphs
 from affinage.config.load import load_recipe
+from affinage.config.training import LoraSettings
 from affinage.errors import UserError
-from affinage.model import ApplyConfig, apply, logical_axes, parse
+from affinage.model import Adapters, ApplyConfig, apply, logical_axes, parse
+from affinage.model.forward import for_decoding
 from affinage.model.layer import LAYERS, Layer, ParamSpec, expect_sequence, register_layer, sequence_of
 
 
@@ -105,9 +107,10 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
             return sequence_of(expect_sequence(inputs[0]))
 
         def parameters(self, inputs):
-            return {"mix": ParamSpec((inputs[0].width,), ("embed",), init="ones", decay=False)}
+            return {"mix": ParamSpec((inputs[0].width,), ("embed",), init="ones", decay=False), "norm": {}}
 
         def apply(self, params, inputs, context):
+            assert params["norm"] == {}
             mix = self.start * params["mix"][None, None]
             return mix * inputs[0] + (1 - mix) * inputs[1]
 
@@ -116,11 +119,15 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
         model = changed(("mixed", mixed), ("norm.in", "mixed"), ("blocks.repeat", 1))
         graph = parse(model)
         assert parse(graph.to_dict()) == graph
-        assert logical_axes(graph)["mixed"] == {"mix": ("embed",)}
+        assert logical_axes(graph)["mixed"] == {"mix": ("embed",), "norm": {}}
         params, batch = tiny_graphs.random_params(graph), {"tokens": jnp.zeros((1, 3), jnp.int32)}
         params["mixed"]["mix"] = jnp.ones(32)
         values = jax.jit(lambda params: apply(graph, params, batch, ApplyConfig(until="mixed")).values)(params)
         np.testing.assert_allclose(values["mixed"], 0.25 * values["blocks"] + 0.75 * values["embed"], rtol=1e-6)
+        apply(graph, for_decoding(graph, params, jnp.float32), batch, ApplyConfig(until="mixed"))
+        adapters = Adapters(graph, LoraSettings())
+        merged = adapters.merged(params, tiny_graphs.random_params(adapters))
+        assert jax.tree.structure(merged) == jax.tree.structure(params)
         mixed["start"] = 2
         with pytest.raises(UserError, match="less than or equal to 1"):
             parse(model)

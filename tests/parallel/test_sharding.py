@@ -72,6 +72,8 @@ def test_a_size_that_does_not_divide_names_the_nearest_that_do():
         MeshLayout(mesh(data=2, fsdp=4)).check_rows(20, 2)
     assert "16 or 32" in str(refused.value)
     MeshLayout(mesh(data=2, fsdp=4)).check_rows(32, 2)
+    with pytest.raises(UserError, match="batch 3 does not divide over 2 micro-batches"):
+        MeshLayout(mesh()).check_rows(3, 2)
 
 
 def test_a_model_of_stages_is_served_with_its_weights_split_instead():

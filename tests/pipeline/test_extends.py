@@ -71,12 +71,12 @@ def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Pa
     [
         ("name=short", "this run itself"),
         ("pretrain.resume_from=runs/short@7", "@5, @10"),
-        ("pretrain.resume_from=runs/no", "no"),
+        ("pretrain.resume_from=runs/no", "runs/NAME/pretrain@STEP"),
     ],
     ids=["itself", "step", "run"],
 )
 def test_what_cannot_be_extended_is_refused_before_anything_runs(runs, monkeypatch, override: str, named: str):
     monkeypatch.chdir(runs.parent)
-    with pytest.raises(UserError, match=named) as refused:
+    with pytest.raises(UserError) as refused:
         build_steps(load_recipe(TINY, _longer(override)))
-    assert "--set pretrain.resume_from" in refused.value.where and refused.value.fix
+    assert named in str(refused.value) and "--set pretrain.resume_from" in refused.value.where and refused.value.fix

@@ -27,13 +27,17 @@ def test_a_result_is_there_once_its_manifest_is_until_it_is_damaged_or_begun_aga
     file = folder / "part/a.bin"
     file.write_bytes(b"abc")
     assert not store.is_complete(REQUEST) and read_request(folder) == REQUEST
-    store.finish(REQUEST, {"documents": 3})
+    store.finish(REQUEST, {"documents": 3}, started=1e9)
     assert store.is_complete(REQUEST) and read_json(folder / RESULT) == {"documents": 3}
     manifest = read_manifest(folder)
     assert set(manifest["files"]) == {"part/a.bin", "request.json", RESULT}
     digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert manifest["files"]["part/a.bin"] == {"bytes": 3, "sha256": digest}
     assert manifest["step"] == "filter" and manifest["inputs"] == {"ingest": "abc"}
+    assert manifest["started"] == "2001-09-09T01:46:40Z"
+    store.begin(REQUEST, resume=True)
+    store.finish(REQUEST, {"documents": 3}, started=2e9)
+    assert read_manifest(folder)["files"] == manifest["files"]  # the same work has the same checksum in the report
     for damage in (lambda: file.write_bytes(b"ab"), file.unlink):
         damage()
         assert "a.bin" in store.damage(REQUEST) and not store.is_complete(REQUEST)
@@ -70,7 +74,7 @@ for round in range(10_000):
         (folder / name).write_bytes(bytes(50_000))
         if round == 0 and name == "b":
             print("ready", flush=True)
-    store.finish(request, {})
+    store.finish(request, {}, started=0)
     if round % 2:
         store.discard(request)
 """

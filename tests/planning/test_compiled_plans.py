@@ -131,3 +131,16 @@ def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, affinage):
     state = sum(answer["memory"][part] for part in ("weights", "optimizer", "batch"))
     assert answer["compiled"]["argument_bytes"] == pytest.approx(state, rel=0.01)
     assert answer["facts"]["parameters"] < 20_000  # of 50,000 ids it would have 1.6 million
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "gpt"}, {"nodes": [1]}, {"nodes": {"embed": 3}}])
+def test_a_wrong_model_is_refused_also_where_its_tokenizer_is_there(wrong, tmp_path, affinage):
+    recipe, tokenizer = tmp_path / "own.yaml", tmp_path / "runs" / "own" / "train-tokenizer"
+    pretrain = {"steps": 1, "batch_size": 2, "schedule": {"peak_lr": 1e-3, "min_lr": 1e-4}}
+    settings = {"name": "own", "tokenizer": {"kind": "char"}, "model": wrong, "pretrain": pretrain}
+    recipe.write_text(yaml.safe_dump(settings | {"data": {"languages": ["en"], "sources": ["pocket-world"]}}))
+    tokenizer.mkdir(parents=True)
+    (tokenizer / "manifest.json").write_text("{}")
+    (tokenizer / "result.json").write_text('{"vocabulary": 65}')
+    status, _, err = affinage("plan", str(recipe), "--runs", str(tmp_path / "runs"))
+    assert status == 2 and "own.yaml:" in err and "Traceback" not in err, err

@@ -91,6 +91,7 @@ def _evaluate_model(
     """The results of one model, evaluated apart from its recipe, which decides the settings that are None."""
     target, _ = model_of(name, runs)  # before JAX is imported
     from affinage.cluster.processes import init_distributed, placement
+    from affinage.config.recipe import EvaluateSettings
     from affinage.evaluation.results import STATE
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
@@ -100,7 +101,8 @@ def _evaluate_model(
 
     if target.run is not None and settings["tasks"] is None:
         of_recipe = recorded(target.run).get("evaluate") or {}
-        settings = {key: of_recipe.get(key) if value is None else value for key, value in settings.items()}
+        unset = (key for key in EvaluateSettings.model_fields if settings.get(key, "") is None)
+        settings |= {key: of_recipe.get(key) for key in unset}  # a run of another version may have more
     settings = {key: value for key, value in settings.items() if value is not None}
     tasks, searches = settings.pop("tasks", []), settings.pop("contamination", True)
     if not tasks:

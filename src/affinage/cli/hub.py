@@ -153,15 +153,21 @@ def _write_model(
     from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
 
+    def public(name: str) -> str:
+        return Path(name).name if Path(name).is_absolute() else name  # a card does not show this machine's folders
+
     of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
     license, sampling = release_of(target.path, license or of_run.get("license"))
     results = results_of(target.path, target.run) if target.run is not None and target.step is None else {}
-    facts = CardFacts(license, tuned=is_tuned(target.path))
+    facts = CardFacts(license)
     if target.run is not None and results:
         facts = card_facts(collect_facts(target.run, results), license)
+    facts = replace(facts, tuned=is_tuned(target.path))  # also while it is being trained
     if state is not None and (state.step != state.steps or target.step is not None):
-        facts = replace(facts, training={**facts.training, "Checkpoint": str(state)})
-    write(open_model(target, runs), to, facts=facts, place=place, sampling=sampling, **how)
+        checkpoint = str(replace(state, model=public(state.model)))
+        facts = replace(facts, training={**facts.training, "Checkpoint": checkpoint})
+    model = open_model(target, runs)
+    write(replace(model, name=public(model.name)), to, facts=facts, place=place, sampling=sampling, **how)
 
 
 def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> None:

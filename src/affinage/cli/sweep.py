@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument, RunsOption, SetOption, app, load, warn
 from affinage.cli.output import Table, emit, only_data_on_stdout, screen, table
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
+
+if TYPE_CHECKING:
+    from affinage.pipeline.runner import Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
 
@@ -40,43 +43,44 @@ def sweep(
     grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
     prepare_process(base.recipe)
     planned, results, keys = list[dict[str, Any]](), list[dict[str, Any]](), set[str]()
-    runners: dict[str, PipelineRunner] = {}
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
         for point in grid:  # all of them first: a mistake in the last is not found after days of the others
-            settings = ", ".join(f"{key} = {value}" for key, value in point.settings.items())
-            title = f"{point.number} of {len(grid)}, {settings}"
             try:
                 runner = PipelineRunner(point.loaded, runs, build_steps(point.loaded))
                 plan = runner.plan()
                 runner.check(plan)
             except UserError as error:
-                error.where = f"{title}: {error.where}"
+                error.where = f"{_title(point, len(grid))}: {error.where}"
                 raise
             missing = {step.request.key: step.name for step in plan if not step.complete}
             would_run = [name for key, name in missing.items() if key not in keys]  # and not for a point before it
             about = {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings}
             planned.append(about | {"would_run": would_run})
             keys |= missing.keys()
-            runners[title] = runner
         if dry_run:
             emit(planned, as_json)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        for result, (title, runner) in zip(planned, runners.items()):
-            screen().print(f"--- {title}", markup=False)
+        for result, point in zip(planned, grid, strict=True):
+            screen().print(f"--- {_title(point, len(grid))}", markup=False)
             del result["would_run"]
-            try:
-                runner.run(Watch())
+            try:  # planned again: days may have passed, in which files changed and other points copied to the remote
+                PipelineRunner(point.loaded, runs, build_steps(point.loaded)).run(Watch())
             except TransientError:
                 raise
             except UserError as error:
                 result |= {"error": str(error)}
                 warn(f"{result['run']} failed: {error}")
-            results.append(result | _losses_and_scores(runner.folder))
+            results.append(result | _losses_and_scores(runs / result["run"]))
             write_json(folder / RESULTS, results)
     emit(results, as_json, [*scores_view(results), f"\nresults  {folder / RESULTS}"])
     if any("error" in result for result in results):
         raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _title(point: "Point", points: int) -> str:
+    settings = ", ".join(f"{key} = {value}" for key, value in point.settings.items())
+    return f"{point.number} of {points}, {settings}"
 
 
 def _losses_and_scores(run: Path) -> dict[str, Any]:

@@ -119,6 +119,8 @@ def headline(result: results.Result) -> Iterator[str]:
     if isinstance(result, results.DecontaminateResult):
         matches = [f"{one.found:,} of {one.items:,} of {name}" for name, one in result.benchmarks.items() if one.found]
         yield f"benchmark items found: {listed(matches, _SHOWN) or 'none'}"
+        if common := sum(one.common or 0 for one in result.benchmarks.values()):
+            yield f"{common:,} in so many documents that they are no match"
     if isinstance(result, results.SplitResult) and result.without_validation:
         missed = listed(result.without_validation, _SHOWN)
         yield f"none held out of {missed}: too few documents (data.split.by=tail cuts ends)"

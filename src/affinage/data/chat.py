@@ -5,6 +5,7 @@ differences: the text of a message never becomes a control token, and there is n
 shards must be the same tomorrow.
 """
 
+import itertools
 import json
 import os
 import re
@@ -104,6 +105,25 @@ class ChatTemplate:
         """Whether the reasoning of a last answer is written."""
         question, answer = _talk("?", "!")
         return _PROBE in self._try([question, {**answer, REASONING: _PROBE}])
+
+    @cached_property
+    def seams(self) -> tuple[str, str, str, str, str] | None:
+        """What is written between a question and its answer, after an answer before a question, and after the last one.
+
+        Also what of this is trained: before and after the content of an answer. None where turns differ, or where one
+        is written differently once another follows.
+        """
+        talk = _talk(*(f"{number}{_PROBE}{number}" for number in range(6)))
+        text, contents = self._try(talk), [message["content"] for message in talk]
+        try:
+            spans = _answers_by_prefixes(self, talk, (1, 3, 5), text)
+        except UserError:
+            return None
+        parts = re.split("|".join(contents), text)
+        if len(parts) != 7 or len(spans) != 3 or len({*parts[1:6:2]}) > 1 or parts[2] != parts[4]:
+            return None
+        around = {text[slice(*span)].partition(content)[::2] for span, content in zip(spans, contents[1::2])}
+        return (parts[1], parts[2], parts[6], *around.pop()) if len(around) == 1 else None
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -262,8 +282,10 @@ def _answers(
     which the model is asked for it, with the token that ends the turn; one that the template writes differently once
     another turn follows, as most do with reasoning, is not trained.
     """
-    spans: list[Span] = []
+    if not trained:
+        return []
     if template.marks_answers:
+        spans: list[Span] = []
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         edges = [begin for begin, _ in blocks]
         if len(blocks) != len(answers):  # several for an answer, or one for the end of the text
@@ -275,6 +297,36 @@ def _answers(
                 _check_written(messages, number, "".join(text[start:stop] for start, stop in own))
                 spans += own
         return spans
+    alike = _answers_of_like_turns(template, messages, trained, text)
+    return _answers_by_prefixes(template, messages, trained, text) if alike is None else alike
+
+
+def _answers_of_like_turns(
+    template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int], text: str
+) -> list[Span] | None:
+    """Return the answers of a conversation in linear time; None unless the text consists of turns of one form."""
+    talk = messages[messages[0]["role"] == "system" :]
+    thoughtful = any(REASONING in message or "think>" in message["content"] for message in messages)
+    if thoughtful or [each["role"] for each in talk] != ["user", "assistant"] * (len(talk) // 2) or not template.seams:
+        return None
+    between, after, tail, opening, closing = template.seams
+    seams = [*([between, after] * (len(talk) // 2))[:-1], tail]
+    contents = [message["content"] for message in talk]
+    for written in (contents, [content.strip() for content in contents]):  # some templates strip them
+        parts = list(itertools.chain(*zip(written, seams, strict=True)))
+        if text.endswith("".join(parts)):
+            edges = list(itertools.accumulate(map(len, parts), initial=len(text) - sum(map(len, parts))))
+            places = zip(edges[2::4], edges[3::4], strict=True)  # where the contents of the answers begin and end
+            spans = [(begin - len(opening), end + len(closing)) for begin, end in places]
+            return [spans[(number - len(messages) + len(talk)) // 2] for number in trained]
+    return None
+
+
+def _answers_by_prefixes(
+    template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int], text: str
+) -> list[Span]:
+    """Return the answers of a conversation, which is rendered up to each of them and after it."""
+    spans: list[Span] = []
     for number in trained:
         prompt = template.render(messages[:number], add_generation_prompt=True)
         whole = text if number + 1 == len(messages) else template.render(messages[: number + 1])

@@ -92,10 +92,8 @@ def needed_columns(settings: SourceSettings, names: list[str], where: str = "") 
     return [name for name in names if name in needed]
 
 
-def record_of(fields: Any, place: str, settings: SourceSettings) -> Record | BadRecord:
+def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -> Record | BadRecord:
     """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
-    if not isinstance(fields, Mapping):
-        return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", str(fields)[:200])
     for key, wanted in settings.filter.items():
         value = _word(fields, key)
         if value not in ((wanted,) if isinstance(wanted, str) else wanted):
@@ -187,15 +185,18 @@ def _read_lines(file: SourceFile, settings: SourceSettings) -> Records:
                 position += _skip_line(stream)
                 yield BadRecord(place, "too large", f"a line over {limit / 1e6:.0f} MB")
             elif not line.isspace():
+                glimpse = line[:140].decode("utf-8", "replace")
                 try:
                     fields = json.loads(line.decode("utf-8-sig"))
                 except UnicodeDecodeError as error:
                     yield _not_utf8(place, error)
                 except (ValueError, RecursionError) as error:
-                    glimpse = line[:140].decode("utf-8", "replace")
                     yield BadRecord(place, "not JSON", getattr(error, "msg", str(error)), glimpse)
                 else:
-                    yield record_of(fields, place, settings)
+                    if isinstance(fields, dict):
+                        yield record_of(fields, place, settings)
+                    else:
+                        yield BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
 
 
 def _skip_line(stream: Any) -> int:

@@ -194,7 +194,7 @@ def write_documents(task: ShardTask) -> dict[str, Any]:
                 lengths = np.pad(of_text.astype(np.uint32), (len(before), len(after)))
             documents.append(Document(id, source, url or "", key, np.concatenate([before, ids, after]), lengths))
             size += len(text.encode())
-            unspelled += int(np.count_nonzero(ids == tokenizer.unknown))
+            unspelled += tokenizer.unspelled(text)
     strategy, seq_len = "concat" if task.held_out else task.settings.strategy, task.settings.seq_len
     how: dict[str, Any] = {"pad": tokenizer.marks.pad, "strategy": strategy, "overlap": int(task.held_out)}
     counts = write_shard(task.folder, task.shard, task.shards, documents, seq_len, url=task.url, **how)

@@ -6,7 +6,7 @@ a spelling that no text has. What a chat template writes gets them by `encode_re
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
@@ -93,9 +93,10 @@ class Tokenizer:
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
         model = state["model"]
         unknown = model.get("unk_id", ids.get(model.get("unk_token")))  # the former of Unigram models
-        spells_bytes = model.get("byte_fallback") or self._byte_level
-        self.unknown: int = -1 if spells_bytes or unknown is None else unknown
-        """The id of what the vocabulary cannot spell; -1 where there is none."""
+        self._unknown: int = -1 if unknown is None else unknown
+        alphabet = pre_tokenizers.ByteLevel.alphabet() if self._byte_level else [f"<0x{n:02X}>" for n in range(256)]
+        by_bytes = self._byte_level or bool(model.get("byte_fallback"))
+        self._spells_everything = by_bytes and ids.keys() >= set(alphabet)
         normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
         self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
@@ -291,19 +292,22 @@ class Tokenizer:
             return ids, [False] * len(ids)
         edges = [edge for span in spans for edge in span]
         if ids and (sizes := self._spelled_bytes[np.array(ids, np.int64)]).sum() == len(text.encode()):
-            ends = np.cumsum(sizes)  # of the tokens, in bytes of the text
-            starts, places = ends - sizes, [len(text[:edge].encode()) for edge in edges]
+            ends, places = np.cumsum(sizes), [len(text[:edge].encode()) for edge in edges]  # in bytes of the text
+            firsts = np.searchsorted(ends, places[::2], side="right").tolist()
+            lasts = np.searchsorted(ends - sizes, places[1::2]).tolist()
         else:
-            encoded = self._fast.encode(named, add_special_tokens=False)
-            ids, (starts, ends) = encoded.ids, np.array(encoded.offsets).reshape(-1, 2).T  # in characters of `named`
+            encoded: Any = self._fast.encode(named, add_special_tokens=False)
+            ids, tokens = encoded.ids, range(len(encoded.ids))
             growth = [*accumulate((len(name) - (end - start) for start, end, name in edits), initial=0)]
             begun = [start for start, *_ in edits]
-            places = [edge + growth[bisect_left(begun, edge)] for edge in edges]
-        trained = np.zeros(len(ids), bool)
-        firsts, lasts = np.searchsorted(ends, places[::2], side="right"), np.searchsorted(starts, places[1::2])
-        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-            trained[first:last] = True
-        return ids, trained.tolist()
+            places = [edge + growth[bisect_left(begun, edge)] for edge in edges]  # in characters of `named`
+            # A list of the places of all tokens would take a third as long as the encoding.
+            firsts = [bisect_right(tokens, place, key=lambda k: encoded.token_to_chars(k)[1]) for place in places[::2]]
+            lasts = [bisect_left(tokens, place, key=lambda k: encoded.token_to_chars(k)[0]) for place in places[1::2]]
+        trained = [False] * len(ids)
+        for first, last in zip(firsts, lasts, strict=True):
+            trained[first:last] = [True] * (last - first)
+        return ids, trained
 
     # ---- ids to text ----
 
@@ -341,6 +345,17 @@ class Tokenizer:
         ends[-1:] = [len(text)] if ends else []
         bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
         return np.diff(np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)]))
+
+    def unspelled(self, text: str) -> int:
+        """Return how many characters of a text are in none of its tokens, or only in the unknown one."""
+        if self._spells_everything:
+            return 0
+        text = _plain(text)
+        encoded = self._fast.encode(text, add_special_tokens=False)
+        spelled = np.array(list(map(str.isspace, text)), bool)
+        for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            spelled[start:stop] |= token != self._unknown
+        return int(np.count_nonzero(~spelled))
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Return the text of ids. Special tokens are left out, or spelled if `keep_special`.

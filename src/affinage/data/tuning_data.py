@@ -213,6 +213,7 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
         counts[use] += 1
         if use != "used":
             continue
+        counts["unspelled"] += sum(tokenizer.unspelled(message["content"]) for message in line.messages)
         try:
             encoded = encode_line(line, task, tokenizer, counts)
         except UserError as error:  # of a chat template
@@ -223,7 +224,6 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
             continue
         if encoded is not None:
             tokens, mask = np.array(encoded[0], tokenizer.dtype), np.array(encoded[1], np.uint8)
-            counts["unspelled"] += int(np.count_nonzero(tokens == tokenizer.unknown))
             lengths = np.where(mask, tokenizer.piece_bytes[tokens], 0).astype(np.uint32)
             documents[part].append(Document(line.id, task.name, task.place, key, tokens, lengths, mask))
     results: dict[str, Any] = {"counts": counts, "first_bad": first_bad}

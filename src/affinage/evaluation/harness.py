@@ -139,6 +139,8 @@ def _check_metrics(task: Mapping[str, Any]) -> None:
     for metric in task.get("metric_list") or ():
         name = str(metric.get("metric") if isinstance(metric, Mapping) and not metric.get("hf_evaluate") else metric)
         if name not in metric_registry or not isinstance(metric, Mapping):
+            if name in metric_registry:
+                raise UserError(f"`metric_list` holds mappings, not `{name}`", fix=f"Write `- metric: {name}`.")
             fix = did_you_mean(name, metric_registry) or f"`metric:` is one of {', '.join(sorted(metric_registry))}."
             raise UserError(f"the harness computes no metric {name}", fix=fix)
 

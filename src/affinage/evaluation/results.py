@@ -122,7 +122,7 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
             sorted(int(item) for task, item in items if task == name and item in numbers)
             for items in (seen.found, seen.common)
         )
-        without = {}
+        without, left_out = {}, {*found, *common}
         for metric, reported in tasks[name]["metrics"].items():
             key, _, filtered = metric.partition(",")
             chosen = [each for each in samples[name] if each.get("filter", "none") == (filtered or "none")]
@@ -131,7 +131,7 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
                 continue
             value = reported["value"]
             if value is not None and math.isclose(statistics.fmean(scores.values()), value, rel_tol=1e-9, abs_tol=1e-9):
-                rest = [float(score) for number, score in scores.items() if number not in {*found, *common}]
+                rest = [float(score) for number, score in scores.items() if number not in left_out]
                 stderr = statistics.stdev(rest) / math.sqrt(len(rest)) if len(rest) > 1 else None
                 without[metric] = {"value": statistics.fmean(rest) if rest else None, "stderr": stderr}
         entries[name] = {"items": len(numbers), "found": found, "common": common, "without": without}

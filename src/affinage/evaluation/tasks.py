@@ -160,11 +160,11 @@ def _read_yaml(file: Path) -> Task:
         task = yaml.safe_load(file.read_text(encoding="utf-8"))
         if not isinstance(task, dict):
             raise ValueError("it is no mapping with a `task:` key")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        include, included = task.pop("include", []), dict[str, Any]()
+        for other in [include] if isinstance(include, str) else include:
+            included |= _read_yaml(file.parent / other)
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"this cannot be read as a task: {error}", where=str(file), fix=_TASK_FILE) from error
-    include, included = task.pop("include", []), dict[str, Any]()
-    for other in [include] if isinstance(include, str) else include:
-        included |= _read_yaml(file.parent / other)
     return included | task
 
 
@@ -177,8 +177,11 @@ def _with_data(task: Task, file: Path) -> Task:
     if "data_files" not in kwargs:
         return task
     listed, data_files = kwargs["data_files"], dict[str, list[str]]()
-    for split, paths in (listed if isinstance(listed, dict) else {"train": listed}).items():
-        names = [paths] if isinstance(paths, str) else paths or ()
+    listed = listed if isinstance(listed, dict) else {"train": listed}
+    if not listed or not all(isinstance(paths, str | list) for paths in listed.values()):
+        raise UserError("`data_files` names no files", where=str(file), fix=_TASK_FILE)
+    for split, paths in listed.items():
+        names = [paths] if isinstance(paths, str) else paths
         data_files[split] = [str((file.parent / str(name)).resolve()) for name in names]
         for path in data_files[split]:
             if not Path(path).is_file():

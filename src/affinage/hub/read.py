@@ -171,7 +171,8 @@ class HubWeights(dict[str, Any]):
             except SafetensorError as error:
                 what = f"this is not a whole safetensors file: {error}"
                 raise UserError(what, where=str(folder / file), fix=_AGAIN) from error
-        super().__init__({name: file for file, opened in self._files.items() for name in opened.keys()})  # noqa: SIM118
+        places = ((name, file) for file, opened in self._files.items() for name in opened.keys())  # noqa: SIM118
+        super().__init__({name: file for name, file in places if listed.get(name, file) == file})
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         self.names_read.add(name)

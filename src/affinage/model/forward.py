@@ -155,7 +155,7 @@ def _cast_matrices(params: PyTree | list[PyTree], declared: PyTree, dtype: Any) 
     if isinstance(params, list):
         return [_cast_matrices(layer, declared, dtype) for layer in params]
     matrices = {path for path, parameter in flatten_dict(declared).items() if parameter.inputs}
-    arrays = flatten_dict(params).items()
+    arrays = flatten_dict(params, keep_empty_nodes=True).items()
     return unflatten_dict({path: array.astype(dtype) if path in matrices else array for path, array in arrays})
 
 

@@ -100,7 +100,7 @@ class Adapters:
         return self._changed(weights, adapters, add)
 
     def _changed(self, weights: PyTree, adapters: PyTree, change: Callable[..., PyTree]) -> PyTree:
-        arrays, trained = flatten_dict(weights), flatten_dict(adapters)
+        arrays, trained = flatten_dict(weights, keep_empty_nodes=True), flatten_dict(adapters)
         for path in self.targets:
             if path[0] in weights:
                 three = arrays[*path, "kernel"], trained[*path, LORA_A], trained[*path, LORA_B]

@@ -197,9 +197,10 @@ class MeshLayout(Layout):
     def _require_divisible(self, what: str, size: int, axes: Sequence[str], *, where: str, times: int = 1) -> None:
         pieces = math.prod(self.mesh.shape[axis] for axis in axes)
         if size % (pieces * times):
-            split = f"{' x '.join(axes)} = {pieces}" + (f" times {times} micro-batches" if times > 1 else "")
+            split = [f"{' x '.join(axes)} = {pieces}"] if axes else []
+            split += [f"{times} micro-batches"] if times > 1 else []
             nearest = f"The nearest that work: {multiples(size, pieces * times)}."
-            raise UserError(f"{what} does not divide over {split}", where=where, fix=nearest)
+            raise UserError(f"{what} does not divide over {' times '.join(split)}", where=where, fix=nearest)
 
     @property
     def replicas(self) -> int:

@@ -415,6 +415,9 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
         raise UserError(f"`{named}` is this run itself", where=where, fix=fix)
     steps = complete_steps(folder / "checkpoints")
     if not steps or (step and step not in map(str, steps)):
-        fix = f"Name a training: runs/NAME/pretrain, or one of its steps: @{', @'.join(map(str, steps))}."
+        others = (
+            f"one of its steps: @{', @'.join(map(str, steps))}" if steps else "a step of it: runs/NAME/pretrain@STEP"
+        )
+        fix = f"Name a training: runs/NAME/pretrain, or {others}."
         raise UserError(f"there is no checkpoint `{named}`", where=where, fix=fix)
     return folder.resolve(), int(step) if step else steps[-1]

@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -249,7 +249,7 @@ class PipelineRunner:
         return seconds
 
     def _make(self, planned: PlannedStep, requests: Mapping[str, Request], listener: ProgressListener) -> float:
-        step, request, store = planned.step, planned.request, self.store
+        step, request, store, started = planned.step, planned.request, self.store, time.time()
         folder = store.begin(request, resume=step.resumable)
 
         def on_metrics(row: Mapping[str, Any]) -> None:
@@ -269,7 +269,7 @@ class PipelineRunner:
                     Processes.current.broadcast(_NEXT, work)
                     together.enter_context(Processes.current.all_at_work())
                 summary = step.fn(self._context(request, progress=progress, on_metrics=on_metrics))
-            seconds = store.finish(request, summary)
+            seconds = store.finish(request, summary, started=started)
         listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
         return seconds
 
@@ -329,13 +329,14 @@ def points(recipe: str, overrides: Sequence[str]) -> list[Point]:
     for number, values in enumerate(itertools.product(*grid.values()), 1):
         settings = dict(zip(grid, values))
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        words += [f"name={loaded.recipe.name}-{number:03}", "sweep={}"]
+        words += [f"name={loaded.recipe.name}-{number:03}"]
         try:
-            made.append(Point(number, settings, load_recipe(recipe, [*overrides, *words])))
+            point = load_recipe(recipe, [*overrides, *words])
         except UserError as error:
             for key in grid:  # which was written in the grid
                 where, written = f"--set {key}", loaded.locate(("sweep", key))
                 error.where = written if error.where == where else error.where
                 error.what = error.what.replace(f"\n{where}: ", f"\n{written}: ")
             raise
+        made.append(Point(number, settings, replace(point, recipe=point.recipe.model_copy(update={"sweep": {}}))))
     return made

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class Store:
             self.discard(request)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
-        write_json(folder / REQUEST, asdict(request) | {"key": request.key, "started": time.time()})
+        write_json(folder / REQUEST, asdict(request) | {"key": request.key})
         return folder
 
     def discard(self, request: Request) -> None:
@@ -120,13 +120,14 @@ class Store:
             folder.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)  # another process may be sweeping
 
-    def finish(self, request: Request, summary: dict[str, Any]) -> float:
+    def finish(self, request: Request, summary: dict[str, Any], *, started: float) -> float:
         """Write `result.json` with the summary, and then the manifest, which makes the folder a result.
 
-        Returns the seconds since `begin`. Raises UserError if the folder was deleted or moved since then.
+        Returns the seconds since the work `started`, which is in seconds since 1970 and in the manifest alone, so that
+        the same work gives the same files. Raises UserError if the folder was deleted or moved since `begin`.
         """
         folder = self.path(request)
-        if (started := read_json(folder / REQUEST).get("started")) is None:
+        if not (folder / REQUEST).is_file():
             what = "this folder was deleted or moved while its result was made"
             raise UserError(what, where=str(folder), fix="Run the same command again.")
         write_json(folder / RESULT, summary)
@@ -158,10 +159,10 @@ def read_request(folder: Path) -> Request | None:
     """
     value = read_json(folder / REQUEST)
     try:
-        request = Request(**{name: part for name, part in value.items() if name not in ("key", "started")})
+        request = Request(**{field.name: value[field.name] for field in fields(Request)})
         names = [request.step, *request.inputs.keys(), *request.inputs.values()]
         return request if all(map(_NAME.fullmatch, names)) else None
-    except (TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return None  # of another version
 
 

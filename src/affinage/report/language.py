@@ -66,7 +66,7 @@ class Language:
     def name(self, code: str) -> str:
         """A language of the text by its ISO code: French (fr)."""
         name = Locale(self.code).languages.get(code)
-        return f"{name} ({code})" if name else code or self("unknown")
+        return f"{name} ({code})" if name else code or self(N_("unknown"))
 
     def date(self, moment: datetime) -> str:
         """A day and a time, in UTC."""
