@@ -202,6 +202,15 @@ def test_a_mistake_is_at_its_own_line_and_not_where_a_base_wrote_what_null_remov
     assert refused(write("base: none.yaml\nname: tuned\nsft: {steps: 10}\n")).where == "r.yaml:3"
 
 
+def test_a_colon_without_a_space_makes_no_key_that_null_removes(write: Write):
+    for path, overrides, where in [
+        (write(GOOD), ["mesh={data:1, fsdp: 1}"], "--set mesh:1"),
+        (write(GOOD + "mesh: {data:1}\n", "s.yaml"), [], "s.yaml:15"),
+    ]:
+        error = refused(path, *overrides)
+        assert error.where == where and "`data:1`" in error.what and "space" in error.fix
+
+
 def test_what_training_says_is_said_for_every_training(write: Write):
     sft = "sft: {sources: [chats], steps: 100, schedule: {peak_lr: 1e-4, min_lr: 0}}\n"
     path = write(GOOD.replace("  batch_size: 8\n", "") + sft + "training:\n  batch_size: 4\n  optimizer: {b2: 0.9}\n")

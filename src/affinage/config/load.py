@@ -16,7 +16,7 @@ from pydantic import ValidationError
 import affinage
 from affinage.config.mistakes import explain, settings_at, written_path
 from affinage.config.recipe import TRAININGS, Recipe
-from affinage.config.yaml import MAX_BYTES, brief, parse
+from affinage.config.yaml import MAX_BYTES, Document, brief, parse
 from affinage.config.yaml import Path as Keys
 from affinage.errors import UserError, did_you_mean
 from affinage.paths import from_home
@@ -115,7 +115,7 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
             text = file.read(MAX_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError:
         raise UserError("this is not a text file in UTF-8", where=shown) from None
-    value, lines = parse(text, shown)
+    value, lines = _parsed(text, shown)
     if not isinstance(value, dict):
         raise UserError("a recipe is a mapping of settings, such as `name: my-run`", where=shown)
     layers, base = Layers(), value.pop("base", None)
@@ -139,6 +139,16 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
     return layers
 
 
+def _parsed(text: str, shown: str) -> Document:
+    """Parse YAML; a null under a free key removes it, so that `{data:8}`, a key without a value, would pass unseen."""
+    document = parse(text, shown)
+    for keys, value in _parts(document.value):
+        if value is None and keys and ":" in str(keys[-1]):
+            fix = "Write a space after the colon, as in {data: 8}."
+            raise UserError(f"the key `{keys[-1]}` has no value", where=f"{shown}:{document.lines[keys]}", fix=fix)
+    return document
+
+
 def _put_override(layers: Layers, override: str) -> None:
     """Lay one `dotted.key=YAML` over the recipe; a number in the key is a position in a list."""
     dotted, equals, text = override.partition("=")
@@ -148,7 +158,7 @@ def _put_override(layers: Layers, override: str) -> None:
         raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
     if keys[0] == "base":
         raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
-    value, target, path = parse(text, shown).value, layers.raw, list[Any]()
+    value, target, path = _parsed(text, shown).value, layers.raw, list[Any]()
     for number, key in enumerate(keys, 1):
         place = int(key) if isinstance(target, list) and key.isdigit() and int(key) < len(target) else key
         if not isinstance(target, dict) and place is key:
