@@ -86,8 +86,8 @@ def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable
 class Trackers:
     """The trackers of a training. While entered, `log` hands lines over, which takes microseconds.
 
-    Each of the `makers` is called in its tracker's own thread, as it may import much. Ids are kept in the training's
-    `folder`, in `tracker-NAME.id`. A tracker that fails, hangs or is too slow is reported once, to `say`.
+    Each of the `makers` runs in its tracker's own thread, because its imports may take seconds. Ids are kept in the
+    training's `folder`, in `tracker-NAME.id`. A tracker that fails, hangs or is too slow is reported once, to `say`.
     """
 
     def __init__(
