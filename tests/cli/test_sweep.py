@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.output import emit
-from affinage.cli.sweep import scores_view
 from affinage.pipeline.sources import fingerprints
 from affinage.pipeline.store import read_request
 from affinage.results import read_json
@@ -57,18 +55,6 @@ def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
     assert json.loads((own_runs / "tiny" / "sweep.json").read_text()) == [diverged, trained]
 
 
-def test_a_score_that_was_asked_in_the_chat_template_is_marked(capsys):
-    def point(templated: bool) -> dict:
-        score = {"metric": "acc", "value": 0.5, "stderr": 0.05, "chance": 0.25, "chat_template": templated}
-        return {"point": 1, "run": "r", "settings": {}, "losses": {}, "scores": {"capitals": score}}
-
-    emit({}, False, scores_view([point(False), point(True)]))
-    shown = capsys.readouterr().out
-    assert [*map(str.split, shown.splitlines()[1:3])] == [["r", "50.0", "±", "5.0"], ["r", "50.0", "±", "5.0", "†"]]
-    emit({}, False, scores_view([point(False)]))
-    assert "†" in shown and "†" not in capsys.readouterr().out
-
-
 def test_a_mistyped_setting_of_a_grid_is_named_where_it_was_written(tmp_path: Path, monkeypatch, affinage):
     monkeypatch.chdir(tmp_path)
     text = f"base: {RECIPE}\nname: grid\nsweep:\n  pretrain.schedule.peaklr: [0.1, 0.2]\n"
@@ -97,7 +83,7 @@ def test_a_point_reads_files_as_they_are_when_it_begins(tmp_path: Path, monkeypa
         text.write_text("The second text, which is another one.\n" * 20)
         return {"losses": {}, "scores": {}}
 
-    monkeypatch.setattr("affinage.cli.sweep._losses_and_scores", changed)
+    monkeypatch.setattr("affinage.cli.compare._losses_and_scores", changed)
     text.write_text("The first text.\n" * 20)
     settings = ["pretrain=null", "sft=null", "evaluate=null", "export=null", f"data.sources=[{text}]"]
     words = [word for each in (*settings, "sweep={data.on_error: [skip, raise]}") for word in ("--set", each)]

@@ -6,14 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from affinage.report.figures import (
-    Axis,
-    Interval,
-    Row,
-    Series,
-    line_figure,
-    row_chart,
-)
+from affinage.report.figures import Axis, Bar, Series, line_figure, row_chart
 from affinage.report.language import Language
 
 EN, FR = Language("en"), Language("fr")
@@ -53,7 +46,8 @@ def test_every_point_is_inside_and_higher_values_are_higher(log: bool):
 
 
 def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
-    picture = drawn(row_chart([Row("task", [Interval(0.5, 0.1, 0), Interval(0.9, 0.2, 1)], 0.25)], SHARE, "s", EN))
+    bars = [Bar("task", 0.5, 0.1, 0), Bar("task", 0.9, 0.2, 1)]
+    picture = drawn(row_chart(bars, {"task": 0.25}, SHARE, "s", EN))
     (half,) = [one for one in picture.iter() if one.get("d") and one.get("stroke") == "var(--s0)"]  # the point at 0.5
     inner = 2 * placed(half)[0]
     assert [end / inner for end in lines(picture, "var(--s0)")[0]] == near([0.4, 0.6], abs=1e-3)
@@ -61,8 +55,7 @@ def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
 
 
 def test_drawings_have_a_text_and_escape_what_others_wrote():
-    row = Row('<b>"task"</b>', [Interval(0.5, 0.1, 0)])
-    drawing = row_chart([row], Axis("</text><script>"), "scores & <more>", EN)
+    drawing = row_chart([Bar('<b>"task"</b>', 0.5, 0.1, 0)], {}, Axis("</text><script>"), "scores & <more>", EN)
     assert "<b>" not in drawing and "<script" not in drawing and "task" in drawing
     assert drawing.count('role="img" aria-label="scores &amp; &lt;more&gt;"') == 2
 

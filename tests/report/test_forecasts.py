@@ -43,7 +43,7 @@ def test_it_is_the_plan_of_the_slice_beside_what_was_measured(run: Path):
     expected["tokens_per_second"] = plan.tokens_per_second
     assert {name: predicted[name] for name in expected} == pytest.approx(expected)
     page = render(facts)
-    assert "time of a step" in page and "25.0\u202fms" in page and "75.0%" in page  # the last: of compilation
+    assert "seconds of a step" in page and "0.0250" in page and "75.0%" in page  # the last: of compilation
 
 
 @pytest.mark.parametrize(

@@ -5,27 +5,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from affinage.cli import options
-from affinage.cli.options import app, find, model_of, opened, opt
-from affinage.cli.output import Table, counted, emit, listed, table, working
+from affinage.cli import terminal
 from affinage.cli.run import run_own_steps
+from affinage.cli.terminal import app, counted, emit, find, model_of, opened, opt, table, working
 from affinage.errors import UserError
 
-_NUMBERS = 12  # of items, that are listed on the terminal
-_TASKS = (
-    "julian, french, quickstart, a name of lm-evaluation-harness, a task file; several with commas. Default: those of "
-    "the run's recipe."
-)
+_TASKS = "julian, french, a name of lm-evaluation-harness, a task file; several with commas. Default: the recipe's."
 _TEMPLATE = "Ask in the model's chat template: tasks made for chat (auto), all (true), or none."
 _CONTAMINATION = "Search the text that it was trained on for the items, where it is here; default yes."
 
 
 @app.command("eval")
 def evaluate(
-    model: options.ModelArgument,
-    overrides: options.SetOption = None,
-    runs: options.RunsOption = options.RUNS,
-    force: options.ForceOption = None,
+    model: terminal.ModelArgument,
+    overrides: terminal.SetOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    force: terminal.ForceOption = None,
     tasks: Annotated[list[str] | None, opt(_TASKS, "--tasks", "--task", metavar="TASK")] = None,
     data_dir: Annotated[str | None, opt("Items as NAME.jsonl(.gz); default: from the hub.", metavar="DIR")] = None,
     limit: Annotated[int | None, opt("Items per task; default all.", min=1)] = None,
@@ -33,9 +28,9 @@ def evaluate(
     apply_chat_template: Annotated[Literal["auto", "true", "false"] | None, opt(_TEMPLATE)] = None,
     batch_size: Annotated[int | None, opt("Whole sequences at once; default: what fits, to 64.", min=1)] = None,
     contamination: Annotated[bool | None, opt(_CONTAMINATION)] = None,
-    mesh: options.MeshOption = None,
-    max_model_len: options.MaxLenOption = None,
-    as_json: options.JsonOption = False,
+    mesh: terminal.MeshOption = None,
+    max_model_len: terminal.MaxLenOption = None,
+    as_json: terminal.JsonOption = False,
 ) -> None:
     """Score models on benchmarks: a run on those of its recipe, or any model on any task.
 
@@ -51,14 +46,14 @@ def evaluate(
         "data_dir": data_dir,
         "limit": limit,
         "num_fewshot": num_fewshot,
-        "apply_chat_template": {"true": True, "false": False}.get(apply_chat_template or "", apply_chat_template),
+        "apply_chat_template": {"true": True, "false": False, "auto": "auto", None: None}[apply_chat_template],
         "batch_size": batch_size,
         "contamination": contamination,
     }
     target = find(model, runs)
     whole = target.kind in ("recipe", "run") and target.step is None
     if whole and all(value is None for value in (mesh, max_model_len, *settings.values())):
-        results = _evaluate_run(model, options.PipelineOptions(overrides, runs, force, as_json=as_json))
+        results = _evaluate_run(model, terminal.PipelineOptions(overrides, runs, force, as_json=as_json))
         tables = iter([part for step, each in results["evaluations"].items() for part in ("\n" + step, *_view(each))])
     elif overrides or force:
         fix = "Use the options of `eval`, such as --tasks and --limit, or name the run alone."
@@ -72,7 +67,7 @@ def evaluate(
         emit(results, as_json, tables)
 
 
-def _evaluate_run(name: str, settings: options.PipelineOptions) -> dict[str, Any]:
+def _evaluate_run(name: str, settings: terminal.PipelineOptions) -> dict[str, Any]:
     """The results of a run's own evaluation, after running those of its steps that are missing."""
     from affinage.pipeline.models import EVALUATIONS, is_evaluated, resolve, run_of
     from affinage.results import read_json
@@ -132,7 +127,7 @@ def _evaluate_model(
     return {**results, **state}
 
 
-def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
+def _view(results: dict[str, Any]) -> Iterator[Any]:
     tasks = results["tasks"]
     rows = [
         {
@@ -146,13 +141,10 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
         for task, entry in tasks.items()
         for metric, score in entry["metrics"].items()
     ]
-    if rows:
-        yield table(rows)
-    else:
-        bits = [f"{name} {_number(of['model'])}" for name, of in results.get("bits_per_byte", {}).items()]
-        yield "No task was scored." + (f" Bits per byte: {', '.join(bits)}." if bits else "")
+    yield table(rows) if rows else "No task was scored."
     cut = [f"{entry['truncated']:,} of {task}" for task, entry in tasks.items() if entry.get("truncated")]
     notes = {
+        "Bits per byte": [f"{name} {_number(of['model'])}" for name, of in results.get("bits_per_byte", {}).items()],
         "Asked in the chat template": [task for task, entry in tasks.items() if entry.get("chat_template")],
         f"Items longer than the context of {results.get('context', 0):,} tokens, cut or in pieces": cut,
         "Not available, so left out": results.get("unavailable"),
@@ -161,13 +153,13 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
     yield from (f"{note}: {', '.join(names)}" for note, names in notes.items() if names)
     if facts := results.get("contamination"):
         yield f"\n{counted(facts['texts'], 'training text')} searched for the items."
-        for task, entry in facts["tasks"].items():
-            if numbers := [*entry["found"], *entry["common"]]:
-                found = listed([*map(str, numbers)], _NUMBERS)
-                yield f"{task}: {len(numbers):,} of {entry['items']:,} found: {found}"
-                for metric, rest in entry["without"].items():
-                    value = _number(tasks[task]["metrics"][metric]["value"])
-                    yield f"  {metric} {value}; without them {_number(rest['value'])} ± {_number(rest['stderr'])}"
+        found = [
+            {"task": task, "items": entry["items"], "found": len(entry["found"] + entry["common"])}
+            | {"metric": metric, "without them": _number(rest["value"]), "±": _number(rest["stderr"])}
+            for task, entry in facts["tasks"].items()
+            for metric, rest in entry["without"].items()
+        ]
+        yield from [table(found)] if found else []
 
 
 def _number(value: float | None) -> str:

@@ -8,12 +8,9 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.filesize import decimal
-
-from affinage.cli import options
-from affinage.cli.options import app, arg, find, model_of, opt, warn
-from affinage.cli.output import working
+from affinage.cli import terminal
 from affinage.cli.run import run_own_steps
+from affinage.cli.terminal import app, arg, find, model_of, must_be_new, opt, warn, working
 from affinage.errors import UserError
 from affinage.paths import from_home
 
@@ -38,7 +35,7 @@ def import_(
     """
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip("._-") or "imported"
     folder = to or Path(name)
-    _must_be_new(folder)
+    must_be_new(folder)
     from affinage.hub.read import local_copy
     from affinage.model.analysis import parameters
     from affinage.pipeline.opening import import_model
@@ -47,21 +44,18 @@ def import_(
         place = from_home(source)
         origin = os.path.abspath(place) if place.is_dir() else source
         hub = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
-    family, context, vocabulary = hub.architecture.family, hub.architecture.context, hub.graph.vocabulary
     if hub.architecture.ignored:
-        warn(f"config.json has keys without a meaning for a {family}: {', '.join(hub.architecture.ignored)}")
-    print(
-        f"A {family} of {parameters(hub.graph).total:,} parameters, {vocabulary:,} token ids and {context:,} positions "
-        f"is in {folder}, with a recipe: {folder}/recipe.yaml"
-    )
+        warn(f"config.json has keys without a meaning for this family: {', '.join(hub.architecture.ignored)}")
+    size = f"{parameters(hub.graph).total:,} parameters and {hub.architecture.context:,} positions"
+    print(f"A {hub.architecture.family} of {size} is in {folder}, with a recipe: {folder}/recipe.yaml")
 
 
 @app.command()
 def export(
-    model: options.ModelArgument,
-    overrides: options.SetOption = None,
-    runs: options.RunsOption = options.RUNS,
-    force: options.ForceOption = None,
+    model: terminal.ModelArgument,
+    overrides: terminal.SetOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    force: terminal.ForceOption = None,
     to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, opt("Of the weights; default: float32.")] = None,
     license: Annotated[str | None, opt("SPDX identifier; default: the import's, or apache-2.0.")] = None,
@@ -74,17 +68,12 @@ def export(
 ) -> None:
     """Write the Hugging Face folder of any model; or of a run's last one, as a step of the run.
 
-    A run that has written it already is not exported again: --verify and --push take its folder.
-
     Examples: affinage export quickstart --verify
 
     affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16 --push me/my_model
-
-    affinage export quickstart/sft --adapter --to my_adapter
     """
     offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
-    chosen: dict[str, Any] = {"dtype": dtype, "license": license}
-    chosen = {name: value for name, value in chosen.items() if value}
+    chosen: Any = {name: value for name, value in (("dtype", dtype), ("license", license)) if value}
     if adapter and (to is None or check or check_gguf or push is not None):
         fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
         raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
@@ -93,9 +82,9 @@ def export(
         raise UserError("--set and --force are for the run's own export, --to is for another", where=model, fix=fix)
     if to is None:
         settings = [f"export.{name}={json.dumps(value)}" for name, value in chosen.items()]
-        to = _export_of_run(model, options.PipelineOptions([*(overrides or ()), *settings], runs, force))
+        to = _export_of_run(model, terminal.PipelineOptions([*(overrides or ()), *settings], runs, force))
     else:
-        _must_be_new(to)
+        must_be_new(to)
         target, state = model_of(model, runs)
         if adapter:
             _write_adapter(target, runs, to, base)
@@ -117,41 +106,25 @@ def export(
         print(f"The model is at {address}.")
 
 
-def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
-    """The folder that a run's export step wrote, after running that step if it is missing."""
-    from affinage.pipeline.models import TRAININGS, run_of, trainings_of
-    from affinage.pipeline.store import read_manifest, read_request
-
+def _export_of_run(name: str, settings: terminal.PipelineOptions) -> Path:
+    """The folder that a run's export step wrote, after running that step if it is not complete."""
     target = find(name, settings.runs)
     if target.kind not in ("recipe", "run") or target.step is not None:
         raise UserError("only a whole run has an export of its own", where=name, fix="Name a folder: --to my_model")
-    if not settings.overrides and not settings.force:
-        model_of(name, settings.runs)  # that is trained to its end
-        run = run_of(target, settings.runs)
-        request = read_request(run / "export") if read_manifest(run / "export") else None
-        # One from before the recipe had its last training, or with one that it has no more, is of another model.
-        if request is not None and [each for each in TRAININGS if each in request.inputs] == trainings_of(run):
-            return run / "export" / "model"
     instead = "Name a folder: --to my_model; or have it written as a step of the run: --set export={}"
     return run_own_steps(name, settings, "export", ("export",), instead) / "export" / "model"
 
 
 def _write_model(
-    target: "Target",
-    state: "ModelState | None",
-    runs: Path,
-    to: Path,
-    place: str,
-    license: str | None = None,
-    **how: Any,
+    target: "Target", state: "ModelState | None", runs: Path, to: Path, place: str, license: str = "", **how: Any
 ) -> None:
     """Export a model, with a card of what its run knows and, if it is not trained to its end, how far it is."""
     from affinage.hub.card import CardFacts
     from affinage.hub.export import export as write
     from affinage.pipeline.models import is_tuned, recorded, release_of, results_of
     from affinage.pipeline.opening import open_model
-    from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
+    from affinage.report.page import card_facts
 
     def public(name: str) -> str:
         return Path(name).name if Path(name).is_absolute() else name  # a card does not show this machine's folders
@@ -176,10 +149,8 @@ def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> 
     from affinage.pipeline.opening import open_adapters
 
     before, known = adapter_base(target, runs)
-    files = write_adapter(to, *open_adapters(target, runs), base=base or known)
-    print(
-        f"The adapter is in {to}: {decimal(sum(files.values()))}. Its base: {base or known or before or 'an import'}."
-    )
+    write_adapter(to, *open_adapters(target, runs), base=base or known)
+    print(f"The adapter is in {to}. Its base: {base or known or before or 'an import'}.")
     if not (base or known):
         print(f"Export that, and name it by --base: {command('export', before or 'IMPORT', '--to', 'base', runs=runs)}")
 
@@ -205,9 +176,3 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
             facts = verify_gguf(folder, model, [*_PROBES, *TRICKY_TEXTS, *islice(held_out, _LINES)])
         apart = f"{facts['largest_logit_difference']:.1e} of the largest apart"
         print(f"llama.cpp computes the same: ids of {facts['texts']:,} lines, logits at most {apart}")
-
-
-def _must_be_new(folder: Path) -> None:
-    if folder.exists():
-        fix = "Name another folder, such as --to my_model."
-        raise UserError("this is there already", where=str(folder), fix=fix)

@@ -1,7 +1,10 @@
-"""The verb `launch`: a recipe in several processes, on this machine or on a Ray cluster."""
+"""Verbs about machines: `launch` runs a recipe in several processes, here or on Ray; `doctor` shows what is here."""
 
 import contextlib
+import importlib.util
 import os
+import platform
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,32 +12,34 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from affinage.cli import options
-from affinage.cli.options import app, load, opt
+from affinage.cli import terminal
+from affinage.cli.terminal import app, emit, load, opt
 
 if TYPE_CHECKING:
     from affinage.cluster.launch import WorkerGroup
     from affinage.config.load import LoadedRecipe
 
+_OPTIONAL = {  # package: (what needs it, the extra that installs it, files that are there on a machine that needs it)
+    "torch": ("export --verify", "verify", ()),
+    "ray": ("data.executor: ray, and launch --on ray", "ray", ()),
+    "libtpu": ("training on TPUs, and plan --compile for TPUs", "tpu", ("/dev/accel0", "/dev/vfio/0")),
+    "jax_cuda12_plugin": ("training on NVIDIA GPUs", "cuda", ("/dev/nvidia0", "/proc/driver/nvidia/version")),
+}
+
 
 @app.command()
 def launch(
-    recipe: options.RecipeArgument,
+    recipe: terminal.RecipeArgument,
     processes: Annotated[int, opt("Number of processes that train together.", min=1, metavar="N")],
     on: Annotated[Literal["local", "ray"], opt("On this machine, or on a Ray cluster.")] = "local",
     devices: Annotated[int | None, opt("Devices that the CPU of each process simulates.", min=1, metavar="N")] = None,
-    overrides: options.SetOption = None,
-    runs: options.RunsOption = options.RUNS,
-    until: options.UntilOption = None,
-    max_preemptions: Annotated[int, opt("Restarts after a process was preempted.", min=0)] = 1000,
+    overrides: terminal.SetOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    until: terminal.UntilOption = None,
     max_failures: Annotated[int, opt("Restarts after a process was killed or failed.", min=0)] = 10,
     grace: Annotated[float, opt("Seconds to save in when this program is stopped.", min=1)] = 35.0,
-    address: Annotated[
-        str, opt("ray: of the cluster (auto, HOST:6379); default: one on this machine.", metavar="ADDRESS")
-    ] = "",
-    min_processes: Annotated[
-        int | None, opt("ray: continue with fewer processes while there are no more machines.", min=1, metavar="N")
-    ] = None,
+    address: Annotated[str, opt("ray: of the cluster (auto, HOST:6379); default: one on this machine.")] = "",
+    min_processes: Annotated[int | None, opt("ray: go on with this many machines.", min=1, metavar="N")] = None,
 ) -> None:
     """Run a recipe in several processes, and start them again when one is lost.
 
@@ -42,8 +47,6 @@ def launch(
     see docs/clusters.md.
 
     Example: affinage launch quickstart --processes 2 --devices 4 --set mesh.data=auto
-
-    affinage launch my.yaml --on ray --processes 4 --address auto --runs /mnt/shared/runs
     """
     loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
     from affinage.cluster.launch import start_local, supervise
@@ -60,18 +63,11 @@ def launch(
         else:
             from affinage.cluster.ray_launch import RayLauncher
 
-            launcher = RayLauncher(
-                processes,
-                address=address,
-                min_workers=min_processes,
-                devices=devices,
-                files=_files_of(loaded, file),
-                say=write,
-            )
+            how = {"address": address, "min_workers": min_processes, "devices": devices}
+            launcher = RayLauncher(processes, files=_files_of(loaded, file), say=write, **how)
             cleanup.callback(launcher.close)
             start = launcher.start
-        limits = {"max_preemptions": max_preemptions, "max_failures": max_failures}
-        status = supervise(start, words, **limits, grace=grace, say=write)
+        status = supervise(start, words, max_failures=max_failures, grace=grace, say=write)
     raise typer.Exit(status)
 
 
@@ -85,3 +81,34 @@ def _files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:
         base = read_file(base).base  # which need not be a whole recipe
     files += [loaded.beside(plugin, ("plugins", at)) for at, plugin in enumerate(loaded.recipe.plugins)]
     return {os.fspath(path.resolve()): path.read_bytes() for path in files}
+
+
+@app.command()
+def doctor(runs: terminal.RunsOption = terminal.RUNS, as_json: terminal.JsonOption = False) -> None:
+    """Print what this machine has (devices, memory, disk, versions) and which packages are missing for what.
+
+    Example: affinage doctor --json
+    """
+    from affinage.hardware.chips import chip
+    from affinage.hardware.devices import acquire
+    from affinage.results import versions
+
+    place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
+    machine = {
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "disk_free_bytes": shutil.disk_usage(place).free,
+    }
+    missing = [
+        {"package": package, "needed_for": purpose, "get_it": f"pip install 'affinage[{extra}]'"}
+        | {"hardware_is_here": any(map(os.path.exists, files))}
+        for package, (purpose, extra, files) in _OPTIONAL.items()
+        if importlib.util.find_spec(package) is None
+    ]
+    devices = []
+    for device in acquire():
+        known = chip(device.device_kind)
+        facts = {"platform": device.platform, "kind": device.device_kind, "bfloat16_flops": known.flops_per_device}
+        devices.append(facts | {"memory_bytes": known.memory_bytes})
+    emit({"devices": devices, "machine": machine, "versions": versions(), "missing": missing}, as_json)

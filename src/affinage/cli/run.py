@@ -8,21 +8,34 @@ from typing import Annotated
 
 import typer
 
-from affinage.cli import options
-from affinage.cli.options import PipelineOptions, RecipeArgument, app, arg, find, load, opt, warn
-from affinage.cli.output import emit, only_data_on_stdout, screen, working
+from affinage.cli import terminal
+from affinage.cli.terminal import (
+    PipelineOptions,
+    RecipeArgument,
+    app,
+    arg,
+    emit,
+    find,
+    load,
+    must_be_new,
+    only_data_on_stdout,
+    opt,
+    screen,
+    warn,
+    working,
+)
 from affinage.errors import UserError
 
 
 @app.command()
 def run(
     recipe: RecipeArgument,
-    until: options.UntilOption = None,
-    overrides: options.SetOption = None,
-    runs: options.RunsOption = options.RUNS,
-    force: options.ForceOption = None,
-    dry_run: options.DryRunOption = False,
-    as_json: options.JsonOption = False,
+    until: terminal.UntilOption = None,
+    overrides: terminal.SetOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    force: terminal.ForceOption = None,
+    dry_run: terminal.DryRunOption = False,
+    as_json: terminal.JsonOption = False,
 ) -> None:
     """Run a recipe, from raw text to the report. Steps that are complete are not run again.
 
@@ -31,60 +44,44 @@ def run(
     run_pipeline(recipe, PipelineOptions(overrides, runs, force, dry_run, as_json), until or ())
 
 
-def verb_until(steps: Sequence[str], data: str, name: str, help: str, group: typer.Typer = app) -> None:
+def verb_until(name: str, steps: Sequence[str], data: str, help: str, group: typer.Typer = app) -> None:
     """Register a verb that runs a recipe up to those of `steps` that it has, or shows the rows of its step `data`."""
 
     @group.command(name, help=help)
     def verb(
         recipe: RecipeArgument,
         show: Annotated[int | None, opt("Only prepare the data, and show N examples.", min=1, metavar="N")] = None,
-        overrides: options.SetOption = None,
-        runs: options.RunsOption = options.RUNS,
-        force: options.ForceOption = None,
-        dry_run: options.DryRunOption = False,
-        as_json: options.JsonOption = False,
+        overrides: terminal.SetOption = None,
+        runs: terminal.RunsOption = terminal.RUNS,
+        force: terminal.ForceOption = None,
+        dry_run: terminal.DryRunOption = False,
+        as_json: terminal.JsonOption = False,
     ) -> None:
         settings = PipelineOptions(overrides, runs, force, dry_run, as_json)
         folder = run_pipeline(recipe, settings, (data,) if show else steps, any_of=True)
-        if show and not dry_run:
-            with only_data_on_stdout(as_json):
-                _show_examples(folder / data, show)
+        if not show or dry_run:
+            return
+        from affinage.data.tokenizer import Tokenizer
+        from affinage.data.tuning_data import show_examples
+        from affinage.pipeline.models import made_from
+
+        rows = folder / data
+        tokenizer = made_from(rows.resolve(), "train-tokenizer")
+        if tokenizer is None:
+            raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
+        with only_data_on_stdout(as_json):
+            for title, example in show_examples(rows, Tokenizer(tokenizer), show):
+                screen().print(f"\n[bold]{title}[/bold]: what is trained on stands between ⟦ and ⟧")
+                screen().print(example, markup=False, highlight=False)
 
 
-verb_until(
-    ("pretrain",),
-    "tokenize",
-    "train",
-    "Run up to the end of pretraining: `run --until pretrain`; or show what it would be trained on.\n\n"
-    "Example: affinage train quickstart --set pretrain.steps=200",
-)
-verb_until(
-    ("sft",),
-    "sft-data",
-    "sft",
-    "Run up to the end of supervised fine-tuning: `run --until sft`; or show what it would be trained on.\n\n"
-    "Example: affinage sft quickstart --show 3",
-)
-verb_until(
-    ("dpo",),
-    "preference-data",
-    "dpo",
-    "Run up to the end of direct preference optimization: `run --until dpo`; or show its pairs.\n\n"
-    "Example: affinage dpo quickstart --set dpo.beta=0.3",
-)
-
-
-def _show_examples(rows: Path, count: int) -> None:
-    from affinage.data.tokenizer import Tokenizer
-    from affinage.data.tuning_data import show_examples
-    from affinage.pipeline.models import made_from
-
-    folder = made_from(rows.resolve(), "train-tokenizer")
-    if folder is None:
-        raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
-    for name, example in show_examples(rows, Tokenizer(folder), count):
-        screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
-        screen().print(example, markup=False, highlight=False)
+for _name, _step, _data, _until, _example in (
+    ("train", "pretrain", "tokenize", "pretraining", "--set pretrain.steps=200"),
+    ("sft", "sft", "sft-data", "supervised fine-tuning", "--show 3"),
+    ("dpo", "dpo", "preference-data", "direct preference optimization", "--set dpo.beta=0.3"),
+):
+    _help = f"Run up to the end of {_until}: `run --until {_step}`; or show what it would be trained on."
+    verb_until(_name, (_step,), _data, f"{_help}\n\nExample: affinage {_name} quickstart {_example}")
 
 
 @app.command()
@@ -99,8 +96,7 @@ def world(
     """
     from affinage.data.synthetic import write_world
 
-    if folder.exists():
-        raise UserError("this is there already", where=str(folder), fix="Name a folder that is not there yet.")
+    must_be_new(folder)
     folder.mkdir(parents=True)
     try:
         with working("the pocket world"):
@@ -113,19 +109,15 @@ def world(
 
 @app.command()
 def report(
-    run: options.RunArgument,
-    runs: options.RunsOption = options.RUNS,
-    lang: options.LangOption = None,
-    out: Annotated[
-        Path | None, opt("Where to write; default: report.html in the run.", "--out", metavar="FILE")
-    ] = None,
-    as_json: options.JsonOption = False,
+    run: terminal.RunArgument,
+    runs: terminal.RunsOption = terminal.RUNS,
+    lang: terminal.LangOption = None,
+    out: Annotated[Path | None, opt("Where to write; default: in the run.", "--out", metavar="FILE")] = None,
+    as_json: terminal.JsonOption = False,
 ) -> None:
     """Write the report of a run, one HTML file. With --out, a run that is not complete has a report of what there is.
 
-    Examples: affinage report quickstart
-
-    affinage report quickstart --lang fr --out rapport.html
+    Example: affinage report quickstart --lang fr --out rapport.html
     """
     from affinage.pipeline.models import check_complete, run_of, untrained
 
@@ -146,15 +138,11 @@ def report(
 def run_pipeline(
     name: str, settings: PipelineOptions, until: Sequence[str], *, any_of: bool = False, only: Sequence[str] = ()
 ) -> Path:
-    """Run the steps of a recipe, or of a run's recipe, and show them as they run. Returns the run's folder.
+    """Run the steps of a recipe, or of a run's recipe, until some of them; show them and return the run's folder.
 
-    Args:
-        name: a recipe file, a run, or a packaged recipe.
-        settings: options of the command line.
-        until: names of steps.
-        any_of: leave out those of `until` that the recipe does not have, as long as it has one of them.
-        only: the steps that may run, and print no result at the end, if any are named; if others are not complete, the
-            command that runs them is the error's fix.
+    With `any_of`, steps of `until` that the recipe does not have are left out, as long as it has one of them. If steps
+    are named by `only`, no others run and no result is printed: for others that are not complete, the error's fix is
+    the command that runs them.
     """
     from affinage.stopping import StopSignals, without_readers
 
@@ -201,7 +189,7 @@ def run_pipeline(
                 screen().print(tokens, highlight=False)
             seconds = runner.run(Watch())
         if not only:
-            show_result(runner, plan, seconds, settings.as_json)
+            show_result(runner, [step.name for step in plan], seconds, settings.as_json)
         return runner.folder
 
 

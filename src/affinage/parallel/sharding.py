@@ -79,7 +79,7 @@ def axis_sizes(sizes: Mapping[str, int | str], count: int, *, all_of_them: bool)
     fixed = dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in sizes.items() if size != "auto"}
     free, used = [axis for axis, size in sizes.items() if size == "auto"], math.prod(fixed.values())
     widest = "data" if used <= count else max(AXES, key=lambda axis: fixed[axis])
-    what, fix = "", f"Set one axis to auto, such as --set mesh.{widest}=auto."
+    what, fix = "", f"Set one axis to auto: --set mesh.{widest}=auto; of a model in use: --mesh {widest}=auto."
     for axis in sizes:
         if axis not in AXES:
             what, fix = f"unknown mesh axis {axis!r}", f"The axes are {', '.join(AXES)}."
