@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.launch import launch
+from affinage.cli.run import launch
 from affinage.errors import Preempted
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")

@@ -83,7 +83,7 @@ def test_a_point_reads_files_as_they_are_when_it_begins(tmp_path: Path, monkeypa
         text.write_text("The second text, which is another one.\n" * 20)
         return {"losses": {}, "scores": {}}
 
-    monkeypatch.setattr("affinage.cli.compare._losses_and_scores", changed)
+    monkeypatch.setattr("affinage.cli.eval._losses_and_scores", changed)
     text.write_text("The first text.\n" * 20)
     settings = ["pretrain=null", "sft=null", "evaluate=null", "export=null", f"data.sources=[{text}]"]
     words = [word for each in (*settings, "sweep={data.on_error: [skip, raise]}") for word in ("--set", each)]

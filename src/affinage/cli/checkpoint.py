@@ -12,10 +12,7 @@ if TYPE_CHECKING:
     from affinage.checkpoint import CheckpointStore
 
 CheckpointArgument = Annotated[str, arg("MODEL[@STEP]", "A run, a training of it (quickstart/pretrain), a checkpoint.")]
-group = verbs(
-    "checkpoint",
-    "List, show, compare and verify the checkpoints of a training.\n\nExample: affinage checkpoint ls quickstart",
-)
+group = verbs("checkpoint", "List, show, compare and verify the checkpoints of a training.")
 
 
 @group.callback()

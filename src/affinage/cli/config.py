@@ -1,8 +1,11 @@
-"""Verbs about recipes themselves: `recipes`, `new`, `config show`, `config schema`, `graph`."""
+"""Verbs about recipes: `recipes`, `new`, `config show`, `config schema`, `graph`; and about this machine: `doctor`."""
 
+import importlib.util
 import json
 import os
+import platform
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,6 +23,12 @@ group = verbs("config", "Show the settings of a recipe, or the JSON schema of re
 _SCHEMA_FILE = "recipe.schema.json"
 _UNKNOWN_CHARACTERS = 256  # the size of `vocab: auto` before the characters of the text have been counted
 _COLUMNS = ("name", "kind", "repeat", "shape", "parameters", "flops", "training_flops", "inputs")  # of `graph`
+_OPTIONAL = {  # package: (what needs it, the extra that installs it, files that are there on a machine that needs it)
+    "torch": ("export --verify", "verify", ()),
+    "ray": ("data.executor: ray, and launch --on ray", "ray", ()),
+    "libtpu": ("training on TPUs, and plan --compile for TPUs", "tpu", ("/dev/accel0", "/dev/vfio/0")),
+    "jax_cuda12_plugin": ("training on NVIDIA GPUs", "cuda", ("/dev/nvidia0", "/proc/driver/nvidia/version")),
+}
 _NEW = """\
 # yaml-language-server: $schema={schema}
 base: {base}
@@ -115,7 +124,8 @@ def _leaves(value: Any, path: "Keys" = ()) -> Iterator[tuple["Keys", Any]]:
 def _is_written(raw: Any, path: "Keys", value: Any) -> bool:
     """Whether a recipe sets the value in effect at a path, which is otherwise a default."""
     for key in path:
-        if not isinstance(raw, dict if isinstance(key, str) else list):
+        kind: type[Any] = dict if isinstance(key, str) else list
+        if not isinstance(raw, kind):
             # A short form: `[wandb]` for {wandb: {}}, {en: 1} for [{weights: {en: 1}}], `my_text/` for {path: my_text/}
             return isinstance(raw, dict | list) or bool(raw == value)
         if isinstance(raw, dict) and key not in raw:
@@ -179,3 +189,34 @@ def graph(
     }
     shown = [{key: row[key] for key in _COLUMNS} for row in nodes]
     emit({"nodes": nodes, **facts}, as_json, described({"nodes": shown, **facts}))
+
+
+@app.command()
+def doctor(runs: terminal.RunsOption = terminal.RUNS, as_json: terminal.JsonOption = False) -> None:
+    """Print what this machine has (devices, memory, disk, versions) and which packages are missing for what.
+
+    Example: affinage doctor --json
+    """
+    from affinage.hardware.chips import chip
+    from affinage.hardware.devices import acquire
+    from affinage.results import versions
+
+    place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
+    machine = {
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "disk_free_bytes": shutil.disk_usage(place).free,
+    }
+    missing = [
+        {"package": package, "needed_for": purpose, "get_it": f"pip install 'affinage[{extra}]'"}
+        | {"hardware_is_here": any(map(os.path.exists, files))}
+        for package, (purpose, extra, files) in _OPTIONAL.items()
+        if importlib.util.find_spec(package) is None
+    ]
+    devices = []
+    for device in acquire():
+        known = chip(device.device_kind)
+        facts = {"platform": device.platform, "kind": device.device_kind, "bfloat16_flops": known.flops_per_device}
+        devices.append(facts | {"memory_bytes": known.memory_bytes})
+    emit({"devices": devices, "machine": machine, "versions": versions(), "missing": missing}, as_json)

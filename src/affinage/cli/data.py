@@ -23,12 +23,7 @@ class _RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-group = verbs(
-    "data",
-    "Run the data steps of a recipe, or look at the documents of a run.\n\n"
-    "Example: affinage data quickstart\n\naffinage data lineage quickstart --step 100",
-    cls=_RunByDefault,
-)
+group = verbs("data", "Run the data steps of a recipe, or look at the documents of a run.", cls=_RunByDefault)
 
 
 verb_until(

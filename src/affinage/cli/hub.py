@@ -87,7 +87,17 @@ def export(
         must_be_new(to)
         target, state = model_of(model, runs)
         if adapter:
-            _write_adapter(target, runs, to, base)
+            from affinage.hub.export import write_adapter
+            from affinage.pipeline.models import adapter_base, command
+            from affinage.pipeline.opening import open_adapters
+
+            before, known = adapter_base(target, runs)
+            place = base or known
+            write_adapter(to, *open_adapters(target, runs), base=place)
+            print(f"The adapter is in {to}. Its base: {place or before or 'an import'}.")
+            if not place:
+                words = ("export", before or "IMPORT", "--to", "base")
+                print(f"Export that, and name it by --base: {command(*words, runs=runs)}")
             return
         _write_model(target, state, runs, to, push or to.name, **chosen)
     if check or check_gguf:
@@ -116,7 +126,7 @@ def _export_of_run(name: str, settings: terminal.PipelineOptions) -> Path:
 
 
 def _write_model(
-    target: "Target", state: "ModelState | None", runs: Path, to: Path, place: str, license: str = "", **how: Any
+    target: "Target", state: "ModelState | None", runs: Path, to: Path, place: str, license: Any = None, **how: Any
 ) -> None:
     """Export a model, with a card of what its run knows and, if it is not trained to its end, how far it is."""
     from affinage.hub.card import CardFacts
@@ -141,18 +151,6 @@ def _write_model(
         facts = replace(facts, training={**facts.training, "Checkpoint": checkpoint})
     model = open_model(target, runs)
     write(replace(model, name=public(model.name)), to, facts=facts, place=place, sampling=sampling, **how)
-
-
-def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> None:
-    from affinage.hub.export import write_adapter
-    from affinage.pipeline.models import adapter_base, command
-    from affinage.pipeline.opening import open_adapters
-
-    before, known = adapter_base(target, runs)
-    write_adapter(to, *open_adapters(target, runs), base=base or known)
-    print(f"The adapter is in {to}. Its base: {base or known or before or 'an import'}.")
-    if not (base or known):
-        print(f"Export that, and name it by --base: {command('export', before or 'IMPORT', '--to', 'base', runs=runs)}")
 
 
 def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_gguf: bool) -> None:

@@ -16,7 +16,7 @@ from affinage.secrets import masked
 from affinage.stopping import left_when_done
 
 _EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra
-for _name in "run launch data checkpoint eval compare plan hub chat config".split():
+for _name in "run data checkpoint eval plan hub chat config".split():
     importlib.import_module(f"affinage.cli.{_name}")  # which registers its verbs, in the order of the help
 
 

@@ -1,35 +1,27 @@
-"""Verbs that run the steps of a recipe, `run` and those that stop at one of them; and the report of what they made."""
+"""Verbs that run the steps of a recipe, here or in several processes; and the report of what they made."""
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from affinage.cli import terminal
-from affinage.cli.terminal import (
-    PipelineOptions,
-    RecipeArgument,
-    app,
-    arg,
-    emit,
-    find,
-    load,
-    must_be_new,
-    only_data_on_stdout,
-    opt,
-    screen,
-    warn,
-    working,
-)
+from affinage.cli.terminal import PipelineOptions, arg, emit, find, load, only_data_on_stdout, opt, screen
 from affinage.errors import UserError
 
+if TYPE_CHECKING:
+    from affinage.cluster.launch import WorkerGroup
+    from affinage.config.load import LoadedRecipe
 
-@app.command()
+
+@terminal.app.command()
 def run(
-    recipe: RecipeArgument,
+    recipe: terminal.RecipeArgument,
     until: terminal.UntilOption = None,
     overrides: terminal.SetOption = None,
     runs: terminal.RunsOption = terminal.RUNS,
@@ -44,12 +36,12 @@ def run(
     run_pipeline(recipe, PipelineOptions(overrides, runs, force, dry_run, as_json), until or ())
 
 
-def verb_until(name: str, steps: Sequence[str], data: str, help: str, group: typer.Typer = app) -> None:
+def verb_until(name: str, steps: Sequence[str], data: str, help: str, group: typer.Typer = terminal.app) -> None:
     """Register a verb that runs a recipe up to those of `steps` that it has, or shows the rows of its step `data`."""
 
     @group.command(name, help=help)
     def verb(
-        recipe: RecipeArgument,
+        recipe: terminal.RecipeArgument,
         show: Annotated[int | None, opt("Only prepare the data, and show N examples.", min=1, metavar="N")] = None,
         overrides: terminal.SetOption = None,
         runs: terminal.RunsOption = terminal.RUNS,
@@ -84,7 +76,63 @@ for _name, _step, _data, _until, _example in (
     verb_until(_name, (_step,), _data, f"{_help}\n\nExample: affinage {_name} quickstart {_example}")
 
 
-@app.command()
+@terminal.app.command()
+def launch(
+    recipe: terminal.RecipeArgument,
+    processes: Annotated[int, opt("Number of processes that train together.", min=1, metavar="N")],
+    on: Annotated[Literal["local", "ray"], opt("On this machine, or on a Ray cluster.")] = "local",
+    devices: Annotated[int | None, opt("Devices that the CPU of each process simulates.", min=1, metavar="N")] = None,
+    overrides: terminal.SetOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    until: terminal.UntilOption = None,
+    max_failures: Annotated[int, opt("Restarts after a process was killed or failed.", min=0)] = 10,
+    grace: Annotated[float, opt("Seconds to save in when this program is stopped.", min=1)] = 35.0,
+    address: Annotated[str, opt("ray: of the cluster (auto, HOST:6379); default: one on this machine.")] = "",
+    min_processes: Annotated[int | None, opt("ray: go on with this many machines.", min=1, metavar="N")] = None,
+) -> None:
+    """Run a recipe in several processes, and start them again when one is lost.
+
+    All processes must see the same folder of runs, unless `runtime.remote` is a gs:// URL. For Slurm, GKE and others
+    see docs/clusters.md.
+
+    Example: affinage launch quickstart --processes 2 --devices 4 --set mesh.data=auto
+    """
+    loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
+    from affinage.cluster.launch import start_local, supervise
+    from affinage.pipeline.models import RECIPE
+
+    file = (loaded.path if run is None else run / RECIPE).resolve()
+    words = ["run", str(file), "--runs", str(runs.absolute())]
+    for option, values in (("--set", overrides), ("--until", until)):
+        words += [word for value in values or () for word in (option, value)]
+    write = partial(print, flush=True)
+    with contextlib.ExitStack() as cleanup:
+        if on == "local":
+            start: Callable[..., WorkerGroup] = partial(start_local, workers=processes, devices=devices, say=write)
+        else:
+            from affinage.cluster.ray_launch import RayLauncher
+
+            how: Any = {"address": address, "min_workers": min_processes, "devices": devices}
+            launcher = RayLauncher(processes, files=_files_of(loaded, file), say=write, **how)
+            cleanup.callback(launcher.close)
+            start = launcher.start
+        status = supervise(start, words, max_failures=max_failures, grace=grace, say=write)
+    raise typer.Exit(status)
+
+
+def _files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:
+    """The recipe's file, those that it is based on, and its plug-ins, by their paths here."""
+    from affinage.config.load import read_file
+
+    files, base = [file], loaded.base
+    while base is not None:
+        files.append(base)
+        base = read_file(base).base  # which need not be a whole recipe
+    files += [loaded.beside(plugin, ("plugins", at)) for at, plugin in enumerate(loaded.recipe.plugins)]
+    return {os.fspath(path.resolve()): path.read_bytes() for path in files}
+
+
+@terminal.app.command()
 def world(
     folder: Annotated[Path, arg("FOLDER", "Where to write; must not be there.")],
     megabytes: Annotated[float, opt("How much text, in 1e6 bytes.", min=0.01)] = 3.0,
@@ -96,10 +144,10 @@ def world(
     """
     from affinage.data.synthetic import write_world
 
-    must_be_new(folder)
+    terminal.must_be_new(folder)
     folder.mkdir(parents=True)
     try:
-        with working("the pocket world"):
+        with terminal.working("the pocket world"):
             write_world(folder, megabytes=megabytes, seed=seed)
     except BaseException:  # also when it is interrupted
         shutil.rmtree(folder)
@@ -107,7 +155,7 @@ def world(
     print(f"The pocket world is in {folder}.")
 
 
-@app.command()
+@terminal.app.command()
 def report(
     run: terminal.RunArgument,
     runs: terminal.RunsOption = terminal.RUNS,
@@ -126,7 +174,7 @@ def report(
     if out is None:
         check_complete(target, runs, instead="For a report of what there is, name a file: --out report.html")
     elif missing := untrained(folder):
-        warn(f"`{run}` is not complete; to train: {', '.join(missing.values())}")
+        terminal.warn(f"`{run}` is not complete; to train: {', '.join(missing.values())}")
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     from affinage.report import write_report
 

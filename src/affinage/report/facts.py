@@ -208,10 +208,10 @@ def _around_difference(*texts: str) -> list[list[Piece]]:
     start = max(0, len(os.path.commonprefix(texts)) - _BEFORE)  # noqa: RUF071
     start = texts[0].rfind(" ", 0, start) + 1 or start
     excerpts = (("… " if start else "") + text[start : start + _LENGTH] for text in texts)
-    words = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in excerpts]
+    left, right = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in excerpts)
     pieces: list[list[Piece]] = [[], []]
-    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, *words, autojunk=False).get_opcodes():
-        for side, part in zip(pieces, (words[0][i1:i2], words[1][j1:j2])):
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        for side, part in zip(pieces, (left[i1:i2], right[j1:j2])):
             if part:
                 side.append(("".join(part), tag != "equal"))
     return pieces

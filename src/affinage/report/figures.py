@@ -263,8 +263,7 @@ def score_figure(evaluations: Mapping[str, Evaluation], t: Language, title: str)
     bars, guesses = [], {}
     for task, scores in tasks.items():
         in_chat = [model for model, one in scores.items() if one.chat_template]
-        some = f" ({IN_CHAT} {', '.join(in_chat)})" if in_chat else ""
-        label = f"{task} {IN_CHAT}" if len(in_chat) == len(scores) else task + some
+        label = f"{task} {IN_CHAT} {', '.join(in_chat)}" if in_chat else task
         bars += [Bar(label, one.value, one.stderr or 0.0, models.index(model)) for model, one in scores.items()]
         if (chance := next(iter(scores.values())).chance) is not None:
             guesses[label] = chance

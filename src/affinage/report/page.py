@@ -23,12 +23,12 @@ from affinage.data.json_files import write_atomically
 from affinage.data.places import unique
 from affinage.differing import differing
 from affinage.errors import UserError
-from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD, Difference, compare, read_answers
+from affinage.evaluation.results import Difference, compare, read_answers
 from affinage.hub.card import CardFacts
 from affinage.report import figures
 from affinage.report.facts import MODELS, Evaluation, Facts, by_size, changes, collect_facts, read_evaluation
 from affinage.report.figures import TITLES, Figure, Series, line_figure, loss_axis, score_figure, smoothed, thinned
-from affinage.report.language import ABSENT, N_, Language, language_of
+from affinage.report.language import ABSENT, Language, language_of
 from affinage.results import Size, headline, is_share
 
 _CODE = re.compile("[a-z]{2,3}")  # of a language; source code and languages that are only guessed are written otherwise
@@ -36,12 +36,6 @@ _LEAST = 0.01  # share of the bytes: less of a language may be mistakes of langu
 # Control characters have no place in HTML, and lone surrogates none in UTF-8: a reader should see that one was there.
 _UNSEEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
 _NAMES = ("name", "description", "report")  # settings that change nothing of what is compared
-_METRICS = {  # what metrics of texts mean
-    LOG_LIKELIHOOD: N_(
-        "log_likelihood: of the expected text, in nats per item, higher is better; perplexity is exp(−log_likelihood)."
-    ),
-    BITS_PER_BYTE: N_("bits_per_byte: of the texts, lower is better."),
-}
 
 
 def write_report(run_folder: Path, out: Path, language: str | None = None) -> dict[str, Any]:
@@ -279,18 +273,14 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
 
 
 def notes(differences: Sequence[Difference], t: Language) -> list[str]:
-    """What must be known of the differences: tasks whose questions differ, what a metric of an item is."""
+    """What must be known of the differences: that the questions of tasks differ."""
     tasks = [
         one.task + " (" + t("items with another prompt or right answer: {count}", count=one.asked_otherwise) + ")"
         for one in differences
         if one.asked_otherwise
     ]
-    metrics = {one.metric.partition(",")[0] for one in differences}
-    lines = [t(meaning) for metric, meaning in _METRICS.items() if metric in metrics]
-    if tasks:
-        listed = ", ".join(dict.fromkeys(tasks))
-        lines.append(t("Differences in these tasks are not of the models alone: {tasks}.", tasks=listed))
-    return lines
+    listed = ", ".join(dict.fromkeys(tasks))
+    return [t("Differences in these tasks are not of the models alone: {tasks}.", tasks=listed)] if tasks else []
 
 
 def _loss_figure(found: Comparison, name: str, t: Language) -> Figure | None:
