@@ -77,8 +77,8 @@ def test_models_of_different_paths_have_different_folders_of_results(tmp_path: P
     monkeypatch.chdir(here)
     runs = Path("runs")
     different = ["a/m", "../a/m", "a-m", "quick", "quick/sft", "quick-sft", "quick@10", "quick/sft@10"]
-    for place in ("a/m", "../a/m", "a-m"):
-        (here / place / "config.json").touch()
+    for file in ("a/m/config.json", "../a/m/config.json", "a-m/config.json"):
+        (here / file).touch()
     for place in ("quick/sft", "quick-sft"):
         (here / "runs" / place / "model.json").touch()
     found = [results_folder(name, runs) for name in different]

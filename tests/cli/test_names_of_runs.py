@@ -82,7 +82,11 @@ def test_a_model_is_said_to_be_at_its_step_and_what_is_not_trained_yet(affinage)
     assert "answer in conversations" in Path("tuned/README.md").read_text()
 
 
-def test_a_report_of_what_there_is_needs_a_file(affinage):
+def test_report_is_of_the_run_as_it_is_and_of_what_there_is_it_needs_a_file(affinage):
+    before = json.loads((RUN / "recipe.json").read_text())
+    (RUN / "report.html").unlink()
+    assert affinage("report", "quickstart")[0] == 0
+    assert (RUN / "report.html").is_file() and json.loads((RUN / "recipe.json").read_text()) == before
     (RUN / "dpo").unlink()
     assert affinage("report", "quickstart")[0] == 2
     status, _, said = affinage("report", "quickstart", "--out", "now.html")
@@ -114,14 +118,6 @@ def test_a_run_is_run_by_its_name_with_the_settings_it_has(affinage):
     assert "recipes/tiny.yaml" in json.loads((RUN / "run.json").read_text())["recipe"]
 
 
-def test_export_writes_the_model_of_the_run_and_runs_nothing(affinage):
-    before = made()
-    assert affinage("export", "quickstart/pretrain", "--to", "out")[0] == 0
-    weights = open_model("quickstart/pretrain", RUNS).params["norm"]["scale"]
-    np.testing.assert_array_equal(load_file("out/model.safetensors")["model.norm.weight"], weights)
-    assert made() == before
-
-
 @pytest.mark.full
 def test_what_the_run_exported_itself_is_verified_where_it_is(affinage):
     status, out, said = affinage("export", "quickstart", "--verify")
@@ -129,21 +125,20 @@ def test_what_the_run_exported_itself_is_verified_where_it_is(affinage):
     assert "transformers computes the same: logits of" in out
 
 
-def test_what_the_run_exported_itself_is_not_written_again(affinage):
+def test_export_writes_the_model_of_the_run_once_and_trains_nothing(affinage):
     before = made()
-    assert "runs/quickstart/export/model" in affinage("export", "quickstart")[1] and made() == before
+    assert affinage("export", "quickstart/pretrain", "--to", "out")[0] == 0
+    weights = open_model("quickstart/pretrain", RUNS).params["norm"]["scale"]
+    np.testing.assert_array_equal(load_file("out/model.safetensors")["model.norm.weight"], weights)
+    # It has another name now, and with it another card.
+    assert "runs/quickstart/export/model" in affinage("export", "quickstart")[1]
+    once = made()
+    assert "runs/quickstart/export/model" in affinage("export", "quickstart")[1] and made() == once
     for words in (["--dtype", "bfloat16"], ["--set", "export.dtype=bfloat16"]):
         assert affinage("export", "quickstart", *words)[0] == 0
-    assert [name.partition("-")[0] for name in made() - before] == ["export"]
+    assert {name.partition("-")[0] for name in made() - before} == {"export"}
     assert json.loads((RUN / "export/model/config.json").read_text())["dtype"] == "bfloat16"
     assert affinage("export", "quickstart/pretrain")[0] == 2, "only a whole run has an export of its own"
-
-
-def test_report_is_of_the_run_as_it_is(affinage):
-    before = json.loads((RUN / "recipe.json").read_text())
-    (RUN / "report.html").unlink()
-    assert affinage("report", "quickstart")[0] == 0
-    assert (RUN / "report.html").is_file() and json.loads((RUN / "recipe.json").read_text()) == before
 
 
 def test_a_run_with_a_setting_that_is_gone_is_still_opened(affinage):
