@@ -14,7 +14,6 @@ from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
 
 if TYPE_CHECKING:
     from affinage.pipeline.models import Target
-    from affinage.pipeline.runner import Point
     from affinage.report.page import Entrant
 
 SWEEP = "sweep.json"  # in the folder of the recipe's run: the points of a sweep
@@ -214,7 +213,8 @@ def _compared(facts: dict[str, Any]) -> Iterator[Any]:
     names = [row["name"] for row in facts["runs"]]
     runs = [{key: value for key, value in row.items() if key not in ("summary", "scores")} for row in facts["runs"]]
     settings = [
-        {"setting": row["key"]} | {name: brief(value) for name, value in zip(names, row["values"]) if value is not None}
+        {"setting": row["key"]}
+        | {name: "–" if value is None else brief(value) for name, value in zip(names, row["values"])}
         for row in facts["settings"]
     ]
     yield from described(facts | {"runs": runs, "settings": settings, "notes": None})
@@ -275,12 +275,13 @@ def sweep(
     planned, results, keys = list[dict[str, Any]](), list[dict[str, Any]](), set[str]()
     with StopSignals(), without_readers(), terminal.only_data_on_stdout(as_json):
         for point in grid:  # all of them first: a mistake in the last is not found after days of the others
+            settings = ", ".join(f"{key} = {value}" for key, value in point.settings.items())
             try:
                 runner = PipelineRunner(point.loaded, runs, build_steps(point.loaded))
                 plan = runner.plan()
                 runner.check(plan)
             except UserError as error:
-                error.where = f"{_title(point, len(grid))}: {error.where}"
+                error.where = f"{point.number} of {len(grid)}, {settings}: {error.where}"
                 raise
             missing = {step.request.key: step.name for step in plan if not step.complete}
             would_run = [name for key, name in missing.items() if key not in keys]  # and not for a point before it
@@ -291,8 +292,8 @@ def sweep(
             emit(planned, as_json)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        for result, point in zip(planned, grid, strict=True):
-            terminal.screen().print(f"--- {_title(point, len(grid))}", markup=False)
+        for result, point in zip(planned, grid):
+            terminal.screen().print(f"--- {point.number} of {len(grid)}, {result['settings']}", markup=False)
             del result["would_run"]
             try:  # planned again: days may have passed, in which files changed and other points copied to the remote
                 PipelineRunner(point.loaded, runs, build_steps(point.loaded)).run(Watch())
@@ -314,11 +315,6 @@ def sweep(
     emit(results, as_json, [table(rows), f"\nresults  {folder / SWEEP}"])
     if any("error" in result for result in results):
         raise typer.Exit(EXIT_USER_ERROR)
-
-
-def _title(point: "Point", points: int) -> str:
-    settings = ", ".join(f"{key} = {value}" for key, value in point.settings.items())
-    return f"{point.number} of {points}, {settings}"
 
 
 def _losses_and_scores(run: Path) -> dict[str, Any]:

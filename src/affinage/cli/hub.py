@@ -117,10 +117,20 @@ def export(
 
 
 def _export_of_run(name: str, settings: terminal.PipelineOptions) -> Path:
-    """The folder that a run's export step wrote, after running that step if it is not complete."""
+    """The folder that a run's export step wrote, after running that step if it is missing."""
+    from affinage.pipeline.models import TRAININGS, run_of, trainings_of
+    from affinage.pipeline.store import read_manifest, read_request
+
     target = find(name, settings.runs)
     if target.kind not in ("recipe", "run") or target.step is not None:
         raise UserError("only a whole run has an export of its own", where=name, fix="Name a folder: --to my_model")
+    if not settings.overrides and not settings.force:
+        model_of(name, settings.runs)  # that is trained to its end
+        run = run_of(target, settings.runs)
+        request = read_request(run / "export") if read_manifest(run / "export") else None
+        # One from before the recipe had its last training, or with one that it has no more, is of another model.
+        if request is not None and [each for each in TRAININGS if each in request.inputs] == trainings_of(run):
+            return run / "export" / "model"
     instead = "Name a folder: --to my_model; or have it written as a step of the run: --set export={}"
     return run_own_steps(name, settings, "export", ("export",), instead) / "export" / "model"
 
