@@ -14,10 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from affinage.config.data import SourceSettings
 from affinage.data import ingest as ingesting
 from affinage.data import readers
-from affinage.data.places import location
 from affinage.errors import UserError
 from source_forms import collected, write_lines
 
@@ -74,8 +72,7 @@ def test_globs_roots_names_and_urls(tmp_path):
     for url in ("memory://corpus/a.jsonl", "memory://corpus"):
         assert len(run(tmp_path, url)[1]) == 2
     url = f"file://{tmp_path}/books/one.txt"
-    assert location(SourceSettings(path=url), "/elsewhere", "") == url
-    assert [row["source"] for row in run(tmp_path, url, url)[1]] == ["one", "one-2"]
+    assert [row["source"] for row in run(tmp_path, url, url, root="/elsewhere")[1]] == ["one", "one-2"]
 
 
 def test_parquet_with_a_text_key(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 import hub_server
 from affinage.data import executor
-from affinage.data.downloads import CACHE_VARIABLE, cached, cached_path, version_of
+from affinage.data.downloads import CACHE_VARIABLE, cached, cached_path, size_of, version_of
 from affinage.errors import UserError
 from hub_server import Fault
 from source_forms import collected
@@ -101,7 +101,8 @@ def test_a_copy_of_another_version_than_the_servers_is_fetched_again(server):
     assert cached(url_of(server)).read_bytes() == CONTENT
     before = version_of(url_of(server))
     server.commit("models/me/files", {"lines.jsonl": CONTENT[::-1]})
-    assert version_of(url_of(server)) != before
+    assert version_of(url_of(server)) != before and size_of(url_of(server)) == len(CONTENT)
     assert cached(url_of(server)).read_bytes() == CONTENT[::-1]
     server.faults[:] = [Fault("lines", 503, times=99)]
-    assert cached(url_of(server)).read_bytes() == CONTENT[::-1], "without an answer the copy is what there is"
+    assert size_of(url_of(server)) == len(CONTENT), "without an answer the copy is what there is"
+    assert cached(url_of(server)).read_bytes() == CONTENT[::-1]

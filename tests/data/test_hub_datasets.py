@@ -126,10 +126,10 @@ def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix):
     hub.faults[:] = [fault]
     settings = SourceSettings(dataset="some/data", revision="v2" if "revision" in words else "")
     with pytest.raises(UserError) as error:
-        at_commit("some/data", settings, "data.sources[0]", patience=0.5)
+        at_commit(settings, "data.sources[0]", patience=0.5)
     assert words in error.value.what and error.value.where == "data.sources[0]" and fix in error.value.fix
 
 
 def test_a_dataset_is_read_at_the_commit_that_it_is_at_now(hub):
     commit = hub.repositories["datasets/some/data"].branches["main"]
-    assert at_commit("some/data", SourceSettings(dataset="some/data"), "").revision == commit
+    assert at_commit(SourceSettings(dataset="some/data"), "").revision == commit

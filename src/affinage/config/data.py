@@ -48,6 +48,11 @@ class PlaceSettings(Settings):
         return self
 
     @property
+    def place(self) -> str:
+        """The path, or the name of the dataset."""
+        return self.path or self.dataset
+
+    @property
     def title(self) -> str:
         """Its name, or one made from where it is; safe as a part of a file name."""
         return safe_name(self.name) if self.name else default_name(self.path or f"{self.dataset}/{self.config}")

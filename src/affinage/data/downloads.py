@@ -22,8 +22,6 @@ CACHE_VARIABLE = "AFFINAGE_CACHE"
 _TIMEOUT = (10, 30)  # seconds to connect, and between two parts of an answer
 _AS_IT_IS = {"Accept-Encoding": "identity"}  # the header of a request for the file, not for a compressed form of it
 
-_versions: dict[str, str] = {}  # URL -> the version that the server had when this process asked last
-
 
 def is_web(url: str) -> bool:
     """Whether a URL is a web address, of which a copy is downloaded."""
@@ -78,26 +76,36 @@ def _facts(url: str) -> tuple[Path, dict[str, Any]]:
 
 
 def version_of(url: str) -> str:
-    """The version of a file, folder or glob at a server or in a bucket: its ETag, else size and time of change.
+    """The version of a file, folder or glob at a server or in a bucket: its ETag, else time of change.
 
     Returns "" where the server gives none. Raises the error of the library if it does not answer.
     """
     if is_web(url):
-        _versions[url] = _version_in(headers_of(url))
-    else:
-        content = json.dumps(listed(url)[2], sort_keys=True, default=str)
-        _versions[url] = hashlib.sha256(content.encode()).hexdigest()[:32]
-    return _versions[url]
+        return _version_in(headers_of(url))
+    content = json.dumps(listed(url)[2], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def _version_in(headers: Any) -> str:
-    changed = headers.get("Last-Modified")
-    return headers.get("ETag") or (f"{headers.get('Content-Length')} bytes, {changed}" if changed else "")
+    return str(headers.get("ETag") or headers.get("Last-Modified") or "")
 
 
 def version_of_copy(url: str) -> str:
     """The version of the downloaded copy; "" if there is none, or its version is not known."""
-    return str(_facts(url)[1].get("version") or "") if cached_path(url).is_file() else ""
+    return str(_facts(url)[1].get("version", "")) if cached_path(url).is_file() else ""
+
+
+def size_of(url: str, sha256: str = "") -> int:
+    """The bytes of the file at a web address; 0 where the server does not state them. Raises requests' errors.
+
+    A copy of another version than the server has now is removed; one with a known hash needs no server.
+    """
+    copy = cached_path(url)
+    if (known := version_of_copy(url)) and not sha256:
+        with contextlib.suppress(requests.RequestException):  # without an answer the copy is what there is
+            if version_of(url) not in ("", known):
+                copy.unlink()
+    return copy.stat().st_size if copy.is_file() else int(headers_of(url).get("Content-Length", 0))
 
 
 # ---- downloading ----
@@ -117,8 +125,7 @@ def cached(url: str, sha256: str = "") -> Path:
 
     What an interrupted download left is kept beside it as `.part` and resumed, if the server's file is still the
     same; its size is checked against what the server says, its SHA-256 against `sha256` if that is given. Of several
-    processes one downloads, the others wait. Without `sha256`, a copy of another version than the server has now is
-    downloaded again; a process asks once. Passwords are in ~/.netrc.
+    processes one downloads, the others wait. Passwords are in ~/.netrc.
 
     Raises UserError for a file that the server does not have or that is not the expected one, and TransientError where
     the server cannot be reached.
@@ -126,12 +133,7 @@ def cached(url: str, sha256: str = "") -> Path:
     path = cached_path(url)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(path.name + ".lock")):
-        known = "" if sha256 else version_of_copy(url)
-        if known and url not in _versions:
-            _versions[url] = ""  # of a server that does not answer
-            with contextlib.suppress(requests.RequestException):
-                version_of(url)
-        if not path.is_file() or (known and _versions[url] not in ("", known)):
+        if not path.is_file():
             part = path.with_name(path.name + ".part")
             try:
                 with_retries(partial(_download, url, part), url)
@@ -154,8 +156,8 @@ def cached(url: str, sha256: str = "") -> Path:
 def _download(url: str, part: Path) -> None:
     """Append what is missing to `part`; all of the file, where the server has another one than `part` is of."""
     place, facts = _facts(url)
-    begun, validator = part.stat().st_size if part.is_file() else 0, facts.get("validator")
-    rest = {"Range": f"bytes={begun}-", "If-Range": validator} if begun and validator else {}
+    begun, version = part.stat().st_size if part.is_file() else 0, facts.get("version")
+    rest = {"Range": f"bytes={begun}-", "If-Range": version} if begun and version else {}
     with requests.get(url, headers=_AS_IT_IS | rest, stream=True, timeout=_TIMEOUT) as answer:
         if answer.status_code == 416 and rest:  # it ends where `part` ends, or before
             part.unlink()
@@ -163,10 +165,7 @@ def _download(url: str, part: Path) -> None:
         answer.raise_for_status()
         resumed = answer.status_code == 206
         if not resumed:
-            # What a server checks before it sends the rest; a weak ETag says that contents are alike, not the same.
-            etag, changed = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
-            validator = changed if not etag or etag.startswith("W/") else etag
-            write_json(place, {"url": url, "version": _version_in(answer.headers), "validator": validator})
+            write_json(place, {"url": url, "version": _version_in(answer.headers)})
         with part.open("ab" if resumed else "wb") as file:
             for chunk in answer.iter_content(1 << 15):
                 file.write(chunk)

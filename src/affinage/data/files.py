@@ -15,7 +15,7 @@ from typing import IO, Any, ClassVar, cast
 import pyarrow as pa
 
 from affinage.config.data import SourceSettings
-from affinage.data.downloads import cached, cached_path, file_system, headers_of, is_web, listed
+from affinage.data.downloads import cached, file_system, is_web, listed, size_of
 from affinage.data.places import printable
 from affinage.errors import TransientError, UserError, first_line, is_transient
 
@@ -57,7 +57,6 @@ class SourceFile:
 class DatasetPart:
     """Part `index` of `parts` of a dataset: one of its files. `name` is for ids and messages."""
 
-    place: str  # its name on the Hub, or the path of its folder
     name: str  # the same on every machine
     index: int
     parts: int
@@ -135,9 +134,9 @@ def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
     files: list[SourceFile] = []
     code = source.kind == "code"
     try:
-        if is_web(url):  # what is in the cache needs no network
-            name, copy = PurePosixPath(url.split("?", 1)[0]).name, cached_path(url)
-            size = copy.stat().st_size if copy.is_file() else int(headers_of(url).get("Content-Length", 0))
+        if is_web(url):
+            name = PurePosixPath(url.split("?", 1)[0]).name
+            size = size_of(url, source.sha256)
             files.append(SourceFile(url, name, kind_of(name, code=code), size, source.sha256))
         else:
             filesystem, base, entries = listed(url)

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
-from affinage.config.training import TuningSettings
 from affinage.data.documents import DocumentWriter, Stats, clear_documents
 from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
 from affinage.data.files import DamagedFile, Part, SourceFile, compression_of, find
 from affinage.data.hub_datasets import at_commit, parts_of
 from affinage.data.order import shuffle_keys
-from affinage.data.places import is_folder, is_on_hub, is_remote, location, unique
+from affinage.data.places import is_on_hub, is_remote, located, unique
 from affinage.data.readers import BROKEN, UNKNOWN_KIND, BadRecord, Record, read_records
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError
@@ -64,8 +63,8 @@ def ingest(
     world = str(Path(world_folder or "") / "documents" / "*.jsonl")
     for position, source in enumerate(settings.sources):
         name = unique(source.title, tasks)
-        source, parts = find_parts(source, settings, f"data.sources[{position}]", world)
-        if is_on_hub(source, settings.mirror):
+        source, parts = find_parts(located(source, settings), f"data.sources[{position}]", world)
+        if is_on_hub(source):
             commits[name] = source.revision
         tasks[name] = _divide(name, source, parts)
     by_source = _read_all(tasks, folder, settings, executor)
@@ -73,7 +72,7 @@ def ingest(
     for position, (source, results) in enumerate(zip(settings.sources, by_source)):
         own = Stats.total(result["stats"] for result in results)
         if not own.documents and not own.other["not_sampled"]:
-            where = f"data.sources[{position}] ({source.path or source.dataset})"
+            where = f"data.sources[{position}] ({source.place})"
             reasons = [reason for reason, _ in own.removed.most_common() if reason != UNKNOWN_KIND]
             if not reasons:
                 raise UserError("there is no document in it", where=where)
@@ -92,31 +91,31 @@ def ingest(
 
 
 def find_parts(
-    source: SourceSettings, settings: DataSettings | TuningSettings, where: str, world: str = ""
+    source: SourceSettings, where: str, world: str = "", *, of_text: bool = True
 ) -> tuple[SourceSettings, Sequence[Part]]:
-    """The settings of a source, with the commit of a dataset of the Hub as its revision, and the parts of it.
+    """The settings of a located source, with the commit of a dataset of the Hub as its revision, and the parts of it.
 
-    `world` is where the pocket world's files are. Raises UserError if the source is not there, or a dataset of
-    documents has no column of text.
+    `world` is where the pocket world's files are. Raises UserError if the source is not there, or a dataset has no
+    column of text although it is `of_text`.
     """
-    place = location(source, settings.root, settings.mirror)
     if source.path == POCKET_WORLD:  # of which no more is generated than `max_bytes`
-        place, source = world, source.model_copy(update={"max_bytes": None})
-    if is_on_hub(source, settings.mirror):
-        source = at_commit(place, source, where)
-    elif not source.dataset or not is_folder(source.dataset):
-        return source, find(place, source, where)
-    return source, parts_of(place, source, where, of_text=isinstance(settings, DataSettings))
+        return source.model_copy(update={"max_bytes": None}), find(world, source, where)
+    if source.path:
+        return source, find(source.path, source, where)
+    source = at_commit(source, where) if is_on_hub(source) else source
+    return source, parts_of(source, where, of_text=of_text)
 
 
-def check(source: SourceSettings, settings: DataSettings, where: str = "") -> None:
+def check(source: SourceSettings, settings: DataSettings) -> None:
     """Check that a source is there, without reading it. Raises UserError if it is not."""
-    place = location(source, settings.root, settings.mirror)
-    on_hub = is_on_hub(source, settings.mirror)
-    if on_hub or place.startswith("hf://datasets/"):  # a gated one shows its files to everybody
-        at_commit(place if on_hub else "/".join(place.split("/")[3:5]).partition("@")[0], source, where)
-    if source.path != POCKET_WORLD and not on_hub:
-        find_parts(source, settings, where)
+    source = located(source, settings)
+    if source.path.startswith("hf://datasets/"):  # a gated one shows its files to everybody
+        name = "/".join(source.path.split("/")[3:5]).partition("@")[0]
+        at_commit(source.model_copy(update={"dataset": name}), "")
+    if is_on_hub(source):
+        at_commit(source, "")
+    elif source.path != POCKET_WORLD:
+        find_parts(source, "")
 
 
 # ---- tasks ----
@@ -149,7 +148,7 @@ def _read_all(
     the source has given as much. So a little of a corpus is taken from many of its files, and much in whole files.
     """
     results: dict[str, dict[str, Any]] = {}  # by stem
-    remote = any(map(is_remote, settings.sources)) and not settings.mirror
+    remote = any(is_remote(task.source) for own in tasks.values() for task in own)
 
     def read(work: list[Task], name: str) -> int:
         """Read some tasks; returns the bytes of text that they gave."""

@@ -12,7 +12,7 @@ from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import EvaluateSettings, Recipe
 from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS, MonitorSettings
-from affinage.data.places import is_on_hub, is_url, location, released_folder
+from affinage.data.places import is_on_hub, is_remote, located, released_folder
 from affinage.errors import UserError
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
 from affinage.hardware.devices import prepare
@@ -68,7 +68,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
         return
     more: dict[str, Any] = {"version": 4, "resumable": True}
     check = _of_data("check_ingest")
-    files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
+    places = [located(source, data) for source in data.sources]
+    files = tuple(source.place for source in places if not is_on_hub(source))
     config = _part(data, "sources", "root", "mirror", "sample", "on_error")
     inputs: tuple[str, ...] = ("synthesize",) if POCKET_WORLD in worlds else ()
     yield Step("ingest", _of_data("ingest_step"), {"data": config}, inputs, files=files, check=check, **more)
@@ -125,8 +126,8 @@ def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
         config["chat_template"] = template
     if tuning.seq_len is None:
         config["packing"] = _part(recipe.packing, "seq_len")
-    places = [source for source in tuning.sources if not is_on_hub(source, tuning.mirror)]
-    files = tuple(location(place, tuning.root, tuning.mirror) for place in places)
+    places = [located(source, tuning) for source in tuning.sources]
+    files = tuple(source.place for source in places if not is_on_hub(source))
     searched, item_files = _searched(recipe)
     return Step(
         ROWS[section],
@@ -223,9 +224,8 @@ def is_local(recipe: Recipe) -> bool:
     """Whether all that the recipe reads is on this machine."""
     readers: list[Any] = [each for each in (recipe.data, recipe.sft, recipe.dpo) if each is not None]
     for reader in readers:
-        for source in reader.sources:
-            if is_on_hub(source, reader.mirror) or is_url(location(source, reader.root, reader.mirror)):
-                return False
+        if any(is_remote(located(source, reader)) for source in reader.sources):
+            return False
     decontaminate = recipe.data.decontaminate if recipe.data else None
     files = [*decontaminate.benchmark_files] if decontaminate else []
     files = [file for file in files if file.endswith((".yaml", ".yml"))]

@@ -15,13 +15,14 @@ from filelock import Timeout
 
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
+from affinage.data.json_files import write_json
 from affinage.data.places import is_url
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, located, print_line
-from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, write_json
+from affinage.pipeline.store import REQUEST, Request, Store, link, read_request
 from affinage.results import RESULT, RESULTS, Result, read_json, versions
 from affinage.stopping import StopSignals
 
