@@ -7,8 +7,9 @@ import fsspec
 import pytest
 
 import hub_server
+from affinage.config.data import SourceSettings
 from affinage.data import executor
-from affinage.data.downloads import CACHE_VARIABLE, cached, cached_path, size_of, version_of
+from affinage.data.files import CACHE_VARIABLE, cached, cached_path, find, version_of
 from affinage.errors import UserError
 from hub_server import Fault
 from source_forms import collected
@@ -32,6 +33,11 @@ def server():
 
 def url_of(server) -> str:
     return f"{server.address}/me/files/resolve/main/lines.jsonl"
+
+
+def find_size(server) -> int:
+    (file,) = find(url_of(server), SourceSettings(path=url_of(server)), "")
+    return file.bytes
 
 
 def refused(*arguments) -> UserError:
@@ -101,8 +107,8 @@ def test_a_copy_of_another_version_than_the_servers_is_fetched_again(server):
     assert cached(url_of(server)).read_bytes() == CONTENT
     before = version_of(url_of(server))
     server.commit("models/me/files", {"lines.jsonl": CONTENT[::-1]})
-    assert version_of(url_of(server)) != before and size_of(url_of(server)) == len(CONTENT)
+    assert version_of(url_of(server)) != before and find_size(server) == len(CONTENT)
     assert cached(url_of(server)).read_bytes() == CONTENT[::-1]
     server.faults[:] = [Fault("lines", 503, times=99)]
-    assert size_of(url_of(server)) == len(CONTENT), "without an answer the copy is what there is"
+    assert find_size(server) == len(CONTENT), "without an answer the copy is what there is"
     assert cached(url_of(server)).read_bytes() == CONTENT[::-1]

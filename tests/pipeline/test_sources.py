@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.data.downloads import CACHE_VARIABLE
+from affinage.data.files import CACHE_VARIABLE
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from run_affinage import run
 

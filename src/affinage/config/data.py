@@ -203,8 +203,8 @@ class DataSettings(Settings):
     """What is read; relative paths start from `root`, or from the working directory."""
     sample: float = Field(default=1.0, gt=0, le=1)
     """Share of the documents of each source, chosen by their ids."""
-    on_error: Literal["skip", "raise"] | None = None
-    """For unreadable records and damaged files; by default records are skipped and a damaged file is an error."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A damaged file: an error, or read up to the damage. Records that cannot be used are always counted."""
     root: str = ""
     """Folder or URL that relative paths of sources start from; by default the working directory."""
     mirror: str = ""

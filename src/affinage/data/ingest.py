@@ -19,7 +19,7 @@ from affinage.data.files import DamagedFile, Part, SourceFile, compression_of, f
 from affinage.data.hub_datasets import at_commit, parts_of
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_on_hub, is_remote, located, unique
-from affinage.data.readers import BROKEN, UNKNOWN_KIND, BadRecord, Record, read_records
+from affinage.data.readers import UNKNOWN_KIND, BadRecord, Record, read_records
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError
 
@@ -204,9 +204,6 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
         try:
             for record in read_records(part, task.source):
                 if isinstance(record, BadRecord):
-                    if settings.on_error == "raise" and record.reason in BROKEN:
-                        fix = "Mend it, or count and skip such records: data.on_error=skip."
-                        raise UserError(f"{record.reason}: {record.detail}", where=record.id, fix=fix)
                     stats.read.update(documents=1, bytes=len(record.text.encode(errors="replace")))
                     stats.remove(record.reason, id=record.id, source=name, text=record.text, detail=record.detail)
                 elif share == 1 or shuffle_keys([f"{name}/{record.id}"], 0, "sample")[0] < share * 2**64:
@@ -214,7 +211,7 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
                 else:
                     stats.other["not_sampled"] += 1
         except DamagedFile as damage:
-            if settings.on_error != "skip":
+            if settings.on_error == "raise":
                 where = part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name
                 fix = "Replace the file, or set data.on_error=skip to keep what can be read of such files."
                 raise UserError(str(damage), where=where, fix=fix) from None

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -15,7 +15,6 @@ from affinage.errors import UserError, plain
 
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
 UNKNOWN_KIND = "unknown kind of file"
-BROKEN = ("not JSON", "not UTF-8", "not a JSON object", "no text key", "text is not a string", "binary", "too large")
 _FIELD = re.compile(r"\{([^{}]+)\}")
 
 
@@ -52,7 +51,6 @@ def read_records(part: Part, settings: SourceSettings) -> Records:
     `<file>@<byte>` for the lines of a file that is read in parts. Books come in several records.
     Raises DamagedFile where the file as a whole cannot be read on, UserError where a table has no column of text.
     """
-    from affinage.data.gutenberg import parts_of_book
     from affinage.data.hub_datasets import stream
     from affinage.data.warc import read_warc
     from affinage.data.wikipedia import read_dump
@@ -69,7 +67,7 @@ def read_records(part: Part, settings: SourceSettings) -> Records:
     with reports_damage():
         for record in readers[part.kind](part, settings):
             if settings.kind == "gutenberg" and isinstance(record, Record):
-                yield from parts_of_book(record)
+                yield from _parts_of_book(record)
             else:
                 yield record
 
@@ -146,6 +144,52 @@ def _word(fields: Mapping[str, Any], key: str) -> str:
 def _not_utf8(place: str, error: UnicodeDecodeError) -> BadRecord:
     glimpse = error.object[max(0, error.start - 60) : error.start + 140].decode("utf-8", "replace")
     return BadRecord(place, "not UTF-8", f"{error.reason} at byte {error.start}", glimpse)
+
+
+# ---- books of Project Gutenberg ----
+
+PART_CHARACTERS = 50_000  # of a book, about; a longer document than `data.filters.max_characters` is removed
+_HEAD_CHARACTERS = 20_000  # headers are shorter
+_START = re.compile(
+    r"^\*{3} ?START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[ \t]*$|^\*END[* ]{0,2}THE SMALL PRINT![^\n]*$"
+    r"|^\*+ ?These (?:original )?(?:e-?texts|ebooks) (?:are|were) prepared[^\n]*$",
+    re.I | re.M | re.S,
+)
+_END = re.compile(
+    r"^\s*\**\s*(?:End of (?:the |this )?|Fin (?:de|du) )Proje(?:ct|t) Gutenberg|^\*{3} ?END OF TH(?:E|IS) PROJECT",
+    re.I | re.M,
+)
+_BOOK = re.compile(r"\[\s*(?:e-?book|e-?text)\s*#\s*(\d+)", re.I)
+_BOOK_IN_NAME = re.compile(r"(?:^|/|pg)(\d{1,6})(?:-\d)?(?:\.txt|\.utf8|$)", re.I)
+_PRODUCED = re.compile(r"\A\s*(?:Produced|E-text prepared|Transcribed) (?:by|from)[^\n]*(?:\n[^\n]+)*\n", re.I)
+
+
+def _parts_of_book(book: Record) -> Records:
+    """A book without Project Gutenberg's header and license, cut at blank lines into records `<book>#<part>`.
+
+    Books that the project says are still under copyright are refused.
+    """
+    text = book.text.replace("\r\n", "\n").replace("\r", "\n")
+    head = text[:_HEAD_CHARACTERS]
+    number = _BOOK.search(head) or _BOOK_IN_NAME.search(book.id)
+    id, url = (number[1], f"https://www.gutenberg.org/ebooks/{number[1]}") if number else (book.id, "")
+    if "this is a copyrighted project gutenberg" in head.lower():
+        yield BadRecord(id, "under copyright", "its header says so", head[:200])
+        return
+    if start := _START.search(text, 0, _HEAD_CHARACTERS):
+        text = text[start.end() :]
+    if end := _END.search(text, len(text) // 2):
+        text = text[: end.start()]
+    text = _PRODUCED.sub("", text).strip("\n").rstrip()
+    if not text:
+        yield BadRecord(id, "empty", "nothing between header and license", head[:200])
+    whole = replace(book, url=book.url or url, license=book.license or "public domain in the USA (Project Gutenberg)")
+    position, begin = 0, 0
+    while begin < len(text):
+        blank = text.find("\n\n", begin + PART_CHARACTERS)
+        stop = len(text) if blank < 0 else blank
+        yield replace(whole, id=f"{id}#{position}", text=text[begin:stop].strip("\n"))
+        position, begin = position + 1, stop
 
 
 # ---- kinds of files ----

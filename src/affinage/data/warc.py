@@ -52,16 +52,13 @@ def _read_entry(entry: Any, place: str) -> Record | BadRecord:
         raise DamagedFile(f"the file is cut off in the record of {url}")
     if html:
         names = ("Content-Encoding", "Transfer-Encoding")
-        codings = ",".join(entry.http_headers.get(name) or "" for name in names).lower().split(",")
-        for coding in filter(None, map(str.strip, reversed(codings))):
-            # Many archives hold bodies that were decoded already, under the header of before: a body that is not coded
-            # as its header says is taken as it is. FastWARC's own decoding ends the whole archive there.
-            if coding in ("gzip", "x-gzip", "deflate"):
-                bare = coding == "deflate" and content[:1] != b"\x78"  # without the header that it should have
-                decoder = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
-                with contextlib.suppress(zlib.error):
-                    content = decoder.decompress(content, limit + 1)
-            elif coding not in ("identity", "none") and content.lstrip()[:1] != b"<":
+        coding = " ".join(filter(None, map(entry.http_headers.get, names)))
+        # Many archives hold pages that were decoded already, under the header of before; FastWARC's own decoding would
+        # end the whole archive there.
+        if coding not in ("", "identity") and content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"<":
+            try:
+                content = zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(content, limit + 1)  # gzip or deflate
+            except zlib.error:
                 return BadRecord(id, "unknown compression", f"{coding} of {url}")
     if len(content) > limit:
         return BadRecord(id, "too large", f"a page over {limit / 1e6:.0f} MB: {url}")

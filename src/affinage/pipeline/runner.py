@@ -260,7 +260,7 @@ class PipelineRunner:
         with listener.running(planned) as progress:
             with located(self.loaded, step.name), contextlib.ExitStack() as together:
                 for url in filter(is_url, step.files) if planned.forced else ():
-                    from affinage.data.downloads import cached_path
+                    from affinage.data.files import cached_path
 
                     cached_path(url).unlink(missing_ok=True)
                 if self._remote is not None and step.has_progress:
