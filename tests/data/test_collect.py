@@ -94,7 +94,7 @@ def test_what_a_record_says_of_itself_is_carried(tmp_path):
     facts = {"id": "7", "source": "a_b", "language": "en?", "url": "http://x", "license": "MIT", "text": "t"}
     assert row == facts | {"language_score": None}
     _, (row,) = run(tmp_path, {"path": str(tmp_path / "a.jsonl"), "name": "mine", "language": "fr"})
-    assert (row["source"], row["language"], row["language_score"]) == ("mine", "fr", None)
+    assert row == facts | {"source": "mine", "language": "fr", "language_score": None}
     trusted = {"path": str(tmp_path / "a.jsonl"), "language": "fr", "trust_language": True}
     assert run(tmp_path, trusted)[1][0]["language_score"] == 1.0
 

@@ -126,7 +126,7 @@ def test_wikitext_becomes_what_a_reader_reads():
     assert wikitext_to_text(WIKITEXT, {"fichier", "catégorie"}) == (
         "Le Pont (né le 14 juillet 1789 à Paris) est un pont du\n"
         "XIXe siècle, et non du XIIe siècle, long de 5 km et de 3×2 arches.\n\n"
-        "Histoire\n\npremier\nles ponts et un site"
+        "Histoire\n\npremier\nles ponts et un site\n\nVide"
     )
 
 

@@ -26,8 +26,7 @@ from fsspec.core import has_magic, url_to_fs
 
 from affinage.config.data import SourceSettings
 from affinage.data.executor import with_retries
-from affinage.data.json_files import write_json
-from affinage.data.places import printable
+from affinage.data.json_files import encodable, write_json
 from affinage.errors import TransientError, UserError, first_line, is_transient
 from affinage.paths import from_home
 
@@ -66,7 +65,6 @@ class SourceFile:
     name: str
     kind: str  # see `kind_of`
     bytes: int
-    sha256: str = ""
     start: int = 0  # a part of a file: the lines or row groups that begin in bytes [start, stop)
     stop: int | None = None
 
@@ -102,12 +100,11 @@ def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
     code = source.kind == "code"
     try:
         if _is_web(url):
-            name, size = _name(url), _size_of(url, source.sha256)
-            files.append(SourceFile(url, name, kind_of(name, code=code), size, source.sha256))
+            files.append(SourceFile(url, _name(url), kind_of(_name(url), code=code), _size_of(url)))
         else:
             filesystem, base, entries = _listed(url)
             for path in sorted(path for path, entry in entries.items() if entry["type"] != "directory"):
-                name = printable(path.removeprefix(base).lstrip("/"))
+                name = encodable(path.removeprefix(base).lstrip("/"))
                 if not re.search(r"(^|/)\.", name):
                     kind = kind_of(name, code=code)
                     size = int(entries[path].get("size") or 0) if kind else 0
@@ -122,9 +119,10 @@ def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
     if not any(file.kind for file in files):
         what = f"no such file or folder, or nothing in it that can be read: {url!r}"
         what += f"; found {', '.join(file.name for file in files[:3])}" if files else ""
-        fix = "Name text of yours (a file, a folder, a URL): --set data.sources='[my_text.txt]', of kind .txt, .md, "
-        fix += ".jsonl, .warc, .wet, MediaWiki's .xml (also .gz, .zst, .bz2, .xz) or .parquet. Relative paths start "
-        fix += "from `data.root` if it is set, else from the working directory."
+        fix = (
+            "Name a file, a folder or a URL of .txt, .md, .jsonl, .warc, .wet, MediaWiki's .xml (also .gz, .bz2, .xz, "
+        )
+        fix += ".zst) or .parquet. Relative paths start from `data.root`, else from the working directory."
         raise UserError(what, where=where, fix=fix)
     return files
 
@@ -189,7 +187,7 @@ def version_of(url: str) -> str:
 
 def open_stored(file: SourceFile) -> IO[bytes]:
     """The bytes of a file as they are stored."""
-    place = str(cached(file.url, file.sha256)) if _is_web(file.url) else file.url
+    place = str(cached(file.url)) if _is_web(file.url) else file.url
     filesystem, path = url_to_fs(place, use_listings_cache=False)
     return cast(IO[bytes], filesystem.open(path, "rb"))
 
@@ -224,7 +222,7 @@ def cached_path(url: str) -> Path:
 
 
 def _facts(url: str) -> tuple[Path, dict[str, Any]]:
-    """What is known about a download (its URL, version and hash), and the file that holds it."""
+    """What is known about a download, its URL and version, and the file that holds it."""
     path = cached_path(url)
     path = path.with_name(path.name + ".json")
     return path, json.loads(path.read_text()) if path.is_file() else {}
@@ -243,28 +241,24 @@ def _version_in(headers: Any) -> str:
     return str(headers.get("ETag") or headers.get("Last-Modified") or "")
 
 
-def _size_of(url: str, sha256: str) -> int:
-    """The bytes of the file at a web address; 0 where the server does not state them. Raises requests' errors.
-
-    A copy of another version than the server has now is removed; one with a known hash needs no server.
-    """
+def _size_of(url: str) -> int:
+    """The bytes of the file at a web address, 0 if not stated; a copy of another version than the server's goes."""
     copy = cached_path(url)
-    if copy.is_file() and not sha256:
+    if copy.is_file():
         with contextlib.suppress(requests.RequestException):  # without an answer the copy is what there is
             if version_of(url) not in ("", _facts(url)[1]["version"]):
                 copy.unlink()
     return copy.stat().st_size if copy.is_file() else int(_headers_of(url).get("Content-Length", 0))
 
 
-def cached(url: str, sha256: str = "") -> Path:
+def cached(url: str) -> Path:
     """The local copy of the file at a web address, which is downloaded if it is not there.
 
     What an interrupted download left is kept beside it as `.part` and resumed, if the server's file is still the
-    same; its size is checked against what the server says, its SHA-256 against `sha256` if that is given. Of several
-    processes one downloads, the others wait. Passwords are in ~/.netrc.
+    same; its size is checked against what the server says. Of several processes one downloads, the others wait.
+    Passwords are in ~/.netrc.
 
-    Raises UserError for a file that the server does not have or that is not the expected one, and TransientError where
-    the server cannot be reached.
+    Raises UserError for a file that the server does not have, and TransientError where it cannot be reached.
     """
     path = cached_path(url)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,16 +270,7 @@ def cached(url: str, sha256: str = "") -> Path:
             except requests.RequestException as error:
                 what = f"cannot download {url}: {first_line(error.__cause__ or error)}"
                 raise UserError(what, fix="Is the address right, and are you allowed to read it?") from None
-            with part.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            place, facts = _facts(url)
-            write_json(place, facts | {"sha256": digest})
             part.replace(path)
-        digest = _facts(url)[1]["sha256"]
-        if sha256 and digest != sha256:
-            path.unlink()
-            what = f"the file at {url} is not the expected one: its SHA-256 is {digest}, not {sha256}"
-            raise UserError(what, fix="Is `sha256` right? The file is downloaded again the next time.")
     return path
 
 

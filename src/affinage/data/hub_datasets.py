@@ -10,9 +10,7 @@ from affinage.config.data import SourceSettings
 from affinage.data.files import DamagedFile, DatasetPart
 from affinage.data.places import PATIENCE, is_on_hub, limit_requests, refusal
 from affinage.data.readers import BadRecord, Record, needed_columns, record_of
-from affinage.errors import UserError, first_line, is_of_network, of_the_machine
-
-_RETRIES, _RETRY_SECONDS = 5, 3  # of a read that fails while streaming
+from affinage.errors import UserError, first_line, is_of_network
 
 
 def at_commit(source: SourceSettings, where: str, *, patience: float = PATIENCE) -> SourceSettings:
@@ -29,8 +27,6 @@ def at_commit(source: SourceSettings, where: str, *, patience: float = PATIENCE)
         info = api.dataset_info(source.dataset, revision=source.revision or None, timeout=15.0)
         api.auth_check(source.dataset, repo_type="dataset")  # a gated one shows its card to everybody
     except Exception as error:  # of the Hub, and whatever a network or a proxy can come up with
-        if of_the_machine(error) is not None:
-            raise
         raise refusal(error, "dataset", source.dataset, revision=source.revision, where=where) from None
     return source.model_copy(update={"revision": info.sha or source.revision})
 
@@ -81,8 +77,6 @@ def _opened(key: str, of_text: bool) -> Any:
 
     source = SourceSettings.model_validate_json(key)
     datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that nobody uses here
-    datasets.config.STREAMING_READ_MAX_RETRIES = _RETRIES
-    datasets.config.STREAMING_READ_RETRY_INTERVAL = _RETRY_SECONDS
     # A URL, for a folder here with the name that the Hub knows it by would be read in its place. An empty cache, for
     # where the Hub fails, what somebody loaded earlier, of whatever commit, would be taken from it.
     limit_requests()

@@ -1,8 +1,4 @@
-"""Step `ingest`: every source of the recipe becomes documents of one form, with what is known about each.
-
-The work is divided into tasks that do not depend on the number of workers: small files together, a large one in parts
-where its kind can be read in parts, a file of a dataset each.
-"""
+"""Step `ingest`: every source of the recipe becomes documents of one form, with what is known about each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,12 +35,8 @@ class Task:
     source: SourceSettings  # a dataset of the Hub has the commit that it is at as `revision`
     parts: tuple[Part, ...]
     stem: str  # of the files that it writes
+    stored: int  # bytes of its files, as stored; parts of a dataset count one each
     limit: int | None = None  # bytes of text
-
-    @property
-    def stored(self) -> int:
-        """Bytes of its files, as stored; parts of a dataset count one each."""
-        return sum(part.stored for part in self.parts)
 
 
 def ingest(
@@ -55,8 +47,7 @@ def ingest(
     Documents of a source keep the order of its sorted file names, then of the file. A record that cannot be used is
     counted by reason; a source of which nothing can be used, and a damaged file (unless `on_error` is `skip`), is a
     UserError. Of a source with `max_bytes`, `sample` is a share of these bytes, else of its documents. The summary also
-    counts `not_sampled` documents and those with `lone_surrogates` that were replaced, and has the `commits` at which
-    datasets of the Hub were read. An interrupted call resumes with the missing tasks.
+    has the `commits` at which datasets of the Hub were read. An interrupted call resumes with the missing tasks.
     """
     tasks: dict[str, list[Task]] = {}  # by the name of the source
     commits: dict[str, str] = {}
@@ -95,8 +86,7 @@ def find_parts(
 ) -> tuple[SourceSettings, Sequence[Part]]:
     """The settings of a located source, with the commit of a dataset of the Hub as its revision, and the parts of it.
 
-    `world` is where the pocket world's files are. Raises UserError if the source is not there, or a dataset has no
-    column of text although it is `of_text`.
+    `world` is where the pocket world's files are. Raises UserError if the source, or its column of text, is not there.
     """
     if source.path == POCKET_WORLD:  # of which no more is generated than `max_bytes`
         return source.model_copy(update={"max_bytes": None}), find(world, source, where)
@@ -136,29 +126,27 @@ def _divide(name: str, source: SourceSettings, parts: Sequence[Part]) -> list[Ta
                 groups.append([])
                 size = piece.stored
             groups[-1].append(piece)
-    return [Task(name, source, tuple(group), f"{name}-{number:05d}") for number, group in enumerate(groups)]
+    return [
+        Task(name, source, tuple(group), f"{name}-{number:05d}", sum(part.stored for part in group))
+        for number, group in enumerate(groups)
+    ]
 
 
 def _read_all(
     tasks: dict[str, list[Task]], folder: Path, settings: DataSettings, executor: Executor
 ) -> list[list[dict[str, Any]]]:
-    """What the tasks of each source read, in their order.
-
-    Of a source with `max_bytes`, tasks are read in waves, in shuffled order, each with its share of what is left, until
-    the source has given as much. So a little of a corpus is taken from many of its files, and much in whole files.
-    """
     results: dict[str, dict[str, Any]] = {}  # by stem
-    remote = any(is_remote(task.source) for own in tasks.values() for task in own)
 
     def read(work: list[Task], name: str) -> int:
-        """Read some tasks; returns the bytes of text that they gave."""
-        bytes = max(sum(task.stored for task in work), POOL_BYTES if remote else 0)
-        done = executor.map(partial(run, folder, settings), work, folder / "completions" / name, bytes=bytes)
+        size = sum(POOL_BYTES if is_remote(task.source) else task.stored for task in work)
+        done = executor.map(partial(run, folder, settings), work, folder / "completions" / name, bytes=size)
         results.update(zip([task.stem for task in work], done, strict=True))
         return sum(sum(result["stats"]["bytes"].values()) for result in done)
 
     if everything := [task for own in tasks.values() for task in own if task.source.max_bytes is None]:
         read(everything, "whole")
+    # Of a source with `max_bytes`, tasks are read in waves, in shuffled order, each with its share of what is left,
+    # until the source has given as much. So a little of a corpus is taken from many files, and much in whole files.
     for name, own in tasks.items():
         left = total = (own[0].source.max_bytes or 0) * settings.sample
         order = np.argsort(shuffle_keys([task.stem for task in own], 0, "waves"), kind="stable")
@@ -173,7 +161,7 @@ def _read_all(
 
 
 def run(folder: Path, settings: DataSettings, task: Task) -> dict[str, Any]:
-    """Read the parts of one task into document files; returns its statistics."""
+    """Read the parts of one task into document files; returns its statistics and files."""
     stats, taken, source, code = Stats(), 0, task.source, task.source.kind == "code"
     with DocumentWriter(folder / task.name, task.stem, stats) as writer:
         for record in _usable(task, settings, stats):
@@ -193,8 +181,7 @@ def run(folder: Path, settings: DataSettings, task: Task) -> dict[str, Any]:
                 license=record.license or source.license,
                 text=record.text,
             )
-    files = [str(path.relative_to(folder)) for path in writer.files]
-    return {"stats": vars(stats), "files": files}
+    return {"stats": vars(stats), "files": [str(path.relative_to(folder)) for path in writer.files]}
 
 
 def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record]:

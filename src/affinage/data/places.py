@@ -66,11 +66,6 @@ def unique(title: str, taken: Container[str]) -> str:
     return name
 
 
-def printable(path: str) -> str:
-    """A path as text: bytes in it that are not UTF-8, as old archives have them, are spelled (caf\\xe9.txt)."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
 # ---- the Hub ----
 
 

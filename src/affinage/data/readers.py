@@ -84,18 +84,14 @@ def needed_columns(settings: SourceSettings, names: list[str], where: str = "") 
         fix = "Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}]."
         what = f"it has no column {settings.text_key!r}; it has {', '.join(names)}"
         raise UserError(what, where=where, fix=fix)
-    keys = ["source", "language", "lang", "licence", "license", *settings.filter, *_FIELD.findall(settings.url_key)]
-    keys += [settings.text_key, settings.id_key, settings.url_key, settings.license_key]
+    keys = ["source", "language", "lang", settings.text_key, settings.id_key, settings.license_key, settings.url_key]
+    keys += _FIELD.findall(settings.url_key)
     needed = {part for key in keys for part in (key, key.partition(".")[0])}
     return [name for name in names if name in needed]
 
 
 def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -> Record | BadRecord:
     """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
-    for key, wanted in settings.filter.items():
-        value = _word(fields, key)
-        if value not in ((wanted,) if isinstance(wanted, str) else wanted):
-            return BadRecord(place, "not asked for", f"{key} is {value!r}")
     text = _look_up(fields, settings.text_key)
     if text is _ABSENT:
         names = encodable(", ".join(map(str, fields)))
@@ -118,7 +114,7 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
         language=_word(fields, "language") or _word(fields, "lang"),
         # a key, or a pattern of keys that all have a value
         url=values.get(url) or (_FIELD.sub(lambda match: values[match[1]], url) if all(values.values()) else ""),
-        license=_word(fields, settings.license_key or "licence") or _word(fields, settings.license_key or "license"),
+        license=_word(fields, settings.license_key),
         replaced=whole != text,
     )
 

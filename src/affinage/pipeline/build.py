@@ -72,7 +72,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     files = tuple(source.place for source in places if not is_on_hub(source))
     config = _part(data, "sources", "root", "mirror", "sample", "on_error")
     inputs: tuple[str, ...] = ("synthesize",) if POCKET_WORLD in worlds else ()
-    yield Step("ingest", _of_data("ingest_step"), {"data": config}, inputs, files=files, check=check, **more)
+    newer = more | {"version": 5}
+    yield Step("ingest", _of_data("ingest_step"), {"data": config}, inputs, files=files, check=check, **newer)
     config = {"data": _part(data, "filters", "languages")}
     yield Step("filter", _of_data("filter_step"), config, ("ingest",), check=_of_data("check_filter"), **more)
     last = ("filter",)

@@ -10,7 +10,8 @@ from pathlib import Path
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.data.places import is_url, printable
+from affinage.data.json_files import encodable
+from affinage.data.places import is_url
 from affinage.errors import first_line
 from affinage.paths import from_home
 
@@ -29,7 +30,7 @@ def fingerprints(paths: Iterable[str]) -> dict[str, str]:
     """
     local = [path for path in paths if path != POCKET_WORLD and not is_url(path)]
     places = [str(from_home(path.removeprefix("file://").removeprefix("local://"))) for path in local]
-    return {printable(str(file)): _fingerprint(file) for place in places for file in _files(place)}
+    return {encodable(str(file)): _fingerprint(file) for place in places for file in _files(place)}
 
 
 def _fingerprint(file: Path) -> str:
