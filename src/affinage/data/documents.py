@@ -46,7 +46,7 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
 
     def __init__(self, folder: Path, stem: str = "documents", stats: "Stats | None" = None) -> None:
         self.files: list[Path] = []
-        self._folder, self._stem, self._stats = Path(folder), stem, stats
+        self._folder, self._stem, self._stats = folder, stem, stats or Stats()
         self._rows: list[dict[str, Any]] = []
         self._characters = self._file_bytes = 0  # of the rows, and of text in the file
         self._file: pq.ParquetWriter | None = None
@@ -64,8 +64,7 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
         """Append a batch of documents as a row group."""
         self._flush_rows()
         if batch.num_rows:
-            if self._stats is not None:
-                self._stats.leave(batch)
+            self._stats.leave(batch)
             self._opened().write_table(pa.Table.from_batches([batch], SCHEMA), row_group_size=batch.num_rows)
             self._file_bytes += text_bytes(batch)
             if self._file_bytes >= FILE_BYTES:
@@ -98,7 +97,7 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
 
 def document_files(folder: Path) -> list[Path]:
     """The document files of a folder and of its partitions, in the order of their documents."""
-    return sorted(path for path in Path(folder).rglob("*.parquet") if path.name not in REPORTS)
+    return sorted(path for path in folder.rglob("*.parquet") if path.name not in REPORTS)
 
 
 def clear_documents(folder: Path, stem: str = "", kept: Iterable[Path] = ()) -> None:
@@ -190,11 +189,11 @@ class Stats:
     def by(self, name: Callable[[str, str], str]) -> dict[str, dict[str, int]]:
         """Documents and bytes passed on, by a name made of source and language."""
         totals: dict[str, dict[str, int]] = {}
-        for key in sorted(self.documents, key=lambda key: name(*key.split("\n"))):
+        for key, documents in self.documents.items():
             total = totals.setdefault(name(*key.split("\n")), {"documents": 0, "bytes": 0})
-            total["documents"] += self.documents[key]
+            total["documents"] += documents
             total["bytes"] += self.bytes[key]
-        return totals
+        return dict(sorted(totals.items()))
 
     def summary(self) -> dict[str, Any]:
         """The JSON-able summary of the step."""

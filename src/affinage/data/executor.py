@@ -115,10 +115,8 @@ LOCAL = Executor()
 
 
 @contextlib.contextmanager
-def open_executor(
-    settings: DataSettings, temporary: Path | None = None, progress: Callable[[str], None] = lambda message: None
-) -> Iterator[Executor]:
-    """The executor of a recipe; `temporary`, a short path, is where a Ray of this run keeps its sockets and logs."""
+def open_executor(settings: DataSettings, progress: Callable[[str], None] = lambda message: None) -> Iterator[Executor]:
+    """The executor of a recipe."""
     workers = None if settings.workers == "auto" else settings.workers
     if settings.executor == "local":
         yield Executor(workers, progress)
@@ -126,7 +124,7 @@ def open_executor(
     from affinage.cluster.ray_cluster import connect  # Ray is an extra
 
     ours = "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
-    ray = connect(settings.ray_address, workers, where="data.ray_address", temporary=temporary)
+    ray = connect(settings.ray_address, workers, where="data.ray_address")
     try:
         yield RayExecutor(ray, workers, progress)
     finally:

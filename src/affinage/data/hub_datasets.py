@@ -39,7 +39,7 @@ def parts_of(source: SourceSettings, where: str, *, of_text: bool) -> list[Datas
     """
     place = source.dataset
     try:
-        parts = max(1, _opened(source.model_dump_json(), of_text).num_shards)
+        parts = max(1, _opened(source, of_text).num_shards)
     except Exception as error:
         if is_of_network(error):
             raise refusal(error, "dataset", place, revision=source.revision, where=where) from None
@@ -61,7 +61,7 @@ def rows_of(part: DatasetPart, source: SourceSettings, *, of_text: bool = False)
 
     Raises DamagedFile where it cannot be read.
     """
-    dataset = _opened(source.model_dump_json(), of_text)
+    dataset = _opened(source, of_text)
     try:
         yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
     except Exception as error:  # of `datasets`, pyarrow, the network
@@ -71,11 +71,10 @@ def rows_of(part: DatasetPart, source: SourceSettings, *, of_text: bool = False)
 
 
 @lru_cache(maxsize=2)
-def _opened(key: str, of_text: bool) -> Any:
-    """The streamed dataset of a source, as JSON, with all columns, or those of which a document is made."""
+def _opened(source: SourceSettings, of_text: bool) -> Any:
+    """The streamed dataset of a source, with all columns, or those of which a document is made."""
     import datasets
 
-    source = SourceSettings.model_validate_json(key)
     datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that nobody uses here
     # A URL, for a folder here with the name that the Hub knows it by would be read in its place. An empty cache, for
     # where the Hub fails, what somebody loaded earlier, of whatever commit, would be taken from it.

@@ -72,10 +72,10 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     files = tuple(source.place for source in places if not is_on_hub(source))
     config = _part(data, "sources", "root", "mirror", "sample", "on_error")
     inputs: tuple[str, ...] = ("synthesize",) if POCKET_WORLD in worlds else ()
-    newer = more | {"version": 5}
+    newer: dict[str, Any] = more | {"version": 5}
     yield Step("ingest", _of_data("ingest_step"), {"data": config}, inputs, files=files, check=check, **newer)
     config = {"data": _part(data, "filters", "languages")}
-    yield Step("filter", _of_data("filter_step"), config, ("ingest",), check=_of_data("check_filter"), **more)
+    yield Step("filter", _of_data("filter_step"), config, ("ingest",), check=_of_data("check_filter"), **newer)
     last = ("filter",)
     if data.dedup is not None:
         against = data.dedup.against  # a run is known by its name, a folder by its documents
