@@ -1,7 +1,7 @@
 """What the steps of a run report about their results: one model per step, stored as `result.json` beside its files.
 
-The report, the model card, sweeps and the verbs read results through these models. Every field has a default, so that
-results of other versions, or damaged ones, still open: a field that is missing or has another form is None or empty.
+The report, the model card, sweeps and the verbs read results through these models. Results of other versions still
+open: a field that is missing or has another form has its default.
 """
 
 import contextlib
@@ -9,20 +9,19 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-import re
 from collections.abc import Collection, Iterator
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 import affinage
 
 RESULT = "result.json"
 MANIFEST = "manifest.json"  # of a complete result; its last file to be written
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "sentencepiece", "lm-eval")
-_HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs: alone they are no characters
 
 
 class Result(BaseModel):
@@ -30,21 +29,12 @@ class Result(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _object_or_nothing(cls, value: Any) -> Any:
-        return value if isinstance(value, dict | cls) else {}
-
     @field_validator("*", mode="wrap")
     @classmethod
     def _value_or_default(cls, value: Any, handler: Any, info: Any) -> Any:
         try:
             return handler(value)
-        except ValidationError as error:
-            if isinstance(value, dict | list) and (wrong := {each["loc"][0] for each in error.errors() if each["loc"]}):
-                kept = value.items() if isinstance(value, dict) else enumerate(value)
-                rest = {key: entry for key, entry in kept if key not in wrong}
-                return handler(rest if isinstance(value, dict) else list(rest.values()))
+        except ValidationError:
             return cls.model_fields[info.field_name or ""].get_default()
 
 
@@ -98,8 +88,7 @@ class DocumentsResult(Result):
     @property
     def reasons(self) -> list[tuple[str, int]]:
         """Why documents were removed and how many, the most frequent reason first."""
-        found = ((reason, count) for reason, count in self.removed.items() if count)
-        return sorted(found, key=lambda each: (-each[1], each[0]))
+        return sorted(filter(itemgetter(1), self.removed.items()), key=lambda each: (-each[1], each[0]))
 
 
 class DecontaminateResult(DocumentsResult):
@@ -434,8 +423,6 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-        if "\\ud" in text.lower():
-            value = json.loads(_HALVES.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

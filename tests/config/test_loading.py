@@ -109,14 +109,6 @@ def test_what_is_no_recipe_is_refused_by_one_message(write: Write, tmp_path: Pat
     assert "`quickstart`" in refused("quickstrat").fix
 
 
-def test_clipping_is_switched_off_by_null(write: Write):
-    unclipped = load_recipe(write(GOOD), ["pretrain.optimizer.max_grad_norm=null"]).recipe
-    assert unclipped.pretrain.optimizer.max_grad_norm is None
-    base = write(GOOD.replace("name: small", "mesh: {data: auto}\nname: small"), "base.yaml")
-    child = write(f"base: {base}\nname: child\nmesh: {{data: null, fsdp: auto}}\n")
-    assert load_recipe(child).recipe.mesh == {"fsdp": "auto"}, "a key of one's own is taken away"
-
-
 def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_path: Path):
     recipe = json.loads(load_recipe("quickstart").recipe.model_dump_json())
     gone: list[str] = []
@@ -142,12 +134,11 @@ OVERRIDES = [
     ("pretrain.steps=[", "--set pretrain.steps:1:"),
     ("pretrain.steps", "--set pretrain.steps: | `key=value`"),
     ("data.sources=[{path: jl, langage: en}]", "langage"),
-    ("data.sources.5.path=x", "--set data.sources.5.path: | `5`"),
     ("eval_every=2", "`pretrain.eval_every`"),  # a setting in the wrong place is named in full
     ("seq_len=64", "`packing.seq_len`"),
     ("xyzzy=1", "name, description"),
     ("hardware.price=free", "`hardware.price` | `free` | number"),
-    ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | a list | mapping"),
+    ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | a list | dictionary"),
     ("pretrain.mixture={en: -1}", "pretrain.mixture | greater than or equal to 0"),
     ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
 ]
@@ -169,9 +160,6 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     assert [source.path for source in loaded.recipe.data.sources] == ["mine/", "x"]
     assert loaded.locate(("pretrain", "steps")) == "--set pretrain.steps"
     assert loaded.locate(("data", "sources", 1, "path")) == "--set data.sources"
-    inside = load_recipe(path, ["data.sources.1.language=en"])
-    assert inside.recipe.data.sources[1].language == "en"
-    assert inside.locate(("data", "sources", 1, "path")) == "r.yaml:7"
     merged = load_recipe(path, ["pretrain={steps: 5, schedule: {peak_lr: 2.0e-3}}"])
     assert (merged.recipe.pretrain.batch_size, merged.recipe.pretrain.schedule.min_lr) == (8, 1e-4), "mappings merge"
     assert merged.locate(("pretrain", "schedule", "peak_lr")) == "--set pretrain"
@@ -193,6 +181,7 @@ def test_a_base_is_merged_and_null_takes_away(write: Write):
     assert loaded.locate(("pretrain", "batch_size")) == "base.yaml:11"
     assert loaded.locate(("pretrain", "steps")) == "r.yaml:3"
     assert load_recipe(child, ["pretrain=null"]).recipe.pretrain is None
+    assert load_recipe(child, ["pretrain.optimizer.max_grad_norm=null"]).recipe.pretrain.optimizer.max_grad_norm is None
     write(GOOD.replace("batch_size: 8", "batch_size: no"), "base.yaml")
     assert refused(child).where == "base.yaml:11"
 

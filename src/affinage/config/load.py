@@ -16,7 +16,7 @@ from pydantic import ValidationError
 import affinage
 from affinage.config.mistakes import explain, settings_at, written_path
 from affinage.config.recipe import TRAININGS, Recipe
-from affinage.config.yaml import MAX_BYTES, Document, brief, parse
+from affinage.config.yaml import MAX_BYTES, Document, parse
 from affinage.config.yaml import Path as Keys
 from affinage.errors import UserError, did_you_mean
 from affinage.paths import from_home
@@ -150,7 +150,7 @@ def _parsed(text: str, shown: str) -> Document:
 
 
 def _put_override(layers: Layers, override: str) -> None:
-    """Lay one `dotted.key=YAML` over the recipe; a number in the key is a position in a list."""
+    """Lay one `dotted.key=YAML` over the recipe."""
     dotted, equals, text = override.partition("=")
     keys, shown = dotted.strip().split("."), f"--set {dotted.strip()}"
     if not equals or not all(keys):
@@ -158,23 +158,14 @@ def _put_override(layers: Layers, override: str) -> None:
         raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
     if keys[0] == "base":
         raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
-    value, target, path = _parsed(text, shown).value, layers.raw, list[Any]()
-    for number, key in enumerate(keys, 1):
-        place = int(key) if isinstance(target, list) and key.isdigit() and int(key) < len(target) else key
-        if not isinstance(target, dict) and place is key:
-            what = f"`{'.'.join(map(str, path))}` has no place `{key}`: it is {brief(target)}"
-            raise UserError(what, where=shown, fix="Give the whole of it.")
-        path.append(place)
-        if number < len(keys):
-            if isinstance(target, dict) and not isinstance(target.get(key), dict | list):
-                target[key] = {}
-                layers.origins[tuple(path)] = shown
-            target = target[place]
-    if isinstance(target, dict):
-        _lay(target, {keys[-1]: value})
-    else:
-        target[path[-1]] = value
-    layers.origins |= {(*path, *inner): shown for inner, _ in _parts(value)}
+    value, target = _parsed(text, shown).value, layers.raw
+    for number, key in enumerate(keys[:-1], 1):
+        if not isinstance(target.get(key), dict):
+            target[key] = {}
+            layers.origins[tuple(keys[:number])] = shown
+        target = target[key]
+    _lay(target, {keys[-1]: value})
+    layers.origins |= {(*keys, *inner): shown for inner, _ in _parts(value)}
 
 
 def _share_training(layers: Layers) -> None:

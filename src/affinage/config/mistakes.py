@@ -15,11 +15,6 @@ from affinage.errors import UserError, did_you_mean, meant
 
 _SHARED = ("pretrain", "sft", "dpo")  # the sections that take what `training` gives
 _MOST = 3  # places that are suggested
-_PLAINER = {  # in pydantic's messages
-    r"a valid dictionary( or instance of \w+)?": "a mapping",
-    r"a valid (tuple|list)": "a list",
-    r"(Tuple|List) should have at least (\d+) items?.*": r"it needs at least \2",
-}
 
 
 def explain(
@@ -100,8 +95,6 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings], with
     if kind == "value_error":
         return f"`{dotted}`: {details['ctx']['error']}", ""
     wanted = ", or ".join(dict.fromkeys(each["msg"].partition(", unable")[0] for each in group))
-    for pattern, plainer in _PLAINER.items():
-        wanted = re.sub(pattern, plainer, wanted)
     must = f", and must be {wanted.replace('Input should be ', '')}" if wanted.startswith("Input") else f": {wanted}"
     if value is None:
         return f"`{dotted}` is empty{must}", "Leave it out for the default."

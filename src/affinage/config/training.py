@@ -115,11 +115,8 @@ class MixtureSettings(Settings):
 
 
 def _mixture_from_weights(value: Any) -> Any:
-    stages = [value] if isinstance(value, dict) else value
-    if not isinstance(stages, list | tuple):
-        return value
-    keys = {"from_step", "weights"}
-    return [{"weights": each} if isinstance(each, dict) and not keys & set(each) else each for each in stages]
+    is_short = isinstance(value, dict) and not {"from_step", "weights"} & set(value)
+    return [{"weights": value}] if is_short else value
 
 
 def _stages_in_order(stages: tuple[MixtureSettings, ...]) -> tuple[MixtureSettings, ...]:

@@ -1,6 +1,5 @@
 """From a recipe to the list of its steps, each with the settings, files and results that decide what it makes."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,8 @@ from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import EvaluateSettings, Recipe
 from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS, MonitorSettings
-from affinage.data.places import is_on_hub, is_url, location, released_folder
-from affinage.errors import UserError
-from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
-from affinage.hardware.devices import prepare
+from affinage.data.places import is_on_hub, location, released_folder
+from affinage.evaluation.tasks import files_of, is_task_file, of_pocket_world
 from affinage.paths import from_home
 from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS, chat_template_of, extended, initial_folder
 from affinage.pipeline.sources import task_files
@@ -205,41 +202,6 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
     if recipe.export is not None:
         config = _part(recipe, "name", "description", "export")
         yield Step("export", _of_eval("export"), config, inputs, version=3, check=_of_eval("check_export"))
-
-
-# ---- what a recipe reads ----
-
-
-def prepare_process(recipe: Recipe) -> None:
-    """Set the environment variables that libraries read when they are imported."""
-    prepare()
-    if is_local(recipe):  # else the harness asks Hugging Face about tasks that are files here
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def is_local(recipe: Recipe) -> bool:
-    """Whether all that the recipe reads is on this machine."""
-    readers: list[Any] = [each for each in (recipe.data, recipe.sft, recipe.dpo) if each is not None]
-    for reader in readers:
-        for source in reader.sources:
-            if is_on_hub(source, reader.mirror) or is_url(location(source, reader.root, reader.mirror)):
-                return False
-    decontaminate = recipe.data.decontaminate if recipe.data else None
-    files = [*decontaminate.benchmark_files] if decontaminate else []
-    files = [file for file in files if file.endswith((".yaml", ".yml"))]
-    for benchmarks in _benchmarks(recipe):
-        for task in benchmarks.tasks:
-            is_here = benchmarks.data_dir is not None and (task in GROUPS or task in BENCHMARKS)
-            if is_task_file(task):
-                files.append(task)
-            elif not (is_here or of_pocket_world(task)):
-                return False
-    try:
-        return not any(map(on_hub, find_tasks(files)[0]))
-    except UserError:  # raised again where the task is read
-        return True
 
 
 def _benchmarks(recipe: Recipe) -> list[Any]:
