@@ -11,7 +11,6 @@ import json
 import platform
 from collections.abc import Collection, Iterator
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -27,7 +26,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pya
 class Result(BaseModel):
     """Facts about a result. Facts that no class lists are kept as they are."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -45,7 +44,7 @@ AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 class Size(Result):
-    """How much there is of something; None for what a step does not count."""
+    """How much there is of something, as far as the step counts it."""
 
     documents: int | None = None
     bytes: int | None = None
@@ -53,6 +52,9 @@ class Size(Result):
     rows: int | None = None
     tokens: int | None = None
     trained_tokens: int | None = None
+    words: int | None = None
+    bytes_per_token: float | None = None  # of a language's or a source's text
+    tokens_per_word: float | None = None
     exact: int | None = None  # documents that a tokenizer's round trip leaves unchanged
     total: int | None = None  # parameters
     items: int | None = None  # of a benchmark, those too short to be found, found, and in too many documents
@@ -61,8 +63,8 @@ class Size(Result):
     common: int | None = None
 
 
-class Excerpt(Result):
-    """A text in a document that a step removed: its beginning, or the words that it has in common with a benchmark."""
+class Sample(Result):
+    """A text for people to read: removed by a step, in common with a benchmark, or an item and a model's answer."""
 
     id: str = ""
     source: str = ""
@@ -71,6 +73,13 @@ class Excerpt(Result):
     document: str = ""
     benchmark: str = ""
     item: str = ""
+    prompt: str = ""
+    question: str = ""
+    choices: list[str] = []
+    target: Any = None  # the place of the right choice, or the expected text
+    continuation: str = ""
+    chosen: int | None = None
+    answer: str = ""
 
 
 class DocumentsResult(Result):
@@ -81,39 +90,21 @@ class DocumentsResult(Result):
     bytes_in: int | None = None
     bytes_out: int | None = None
     removed: dict[str, int] = {}
-    samples: dict[str, list[Excerpt]] = {}
+    samples: dict[str, list[Sample]] = {}
     by_language: dict[str, Size] = {}
     by_source: dict[str, Size] = {}
-
-    @property
-    def reasons(self) -> list[tuple[str, int]]:
-        """Why documents were removed and how many, the most frequent reason first."""
-        return sorted(filter(itemgetter(1), self.removed.items()), key=lambda each: (-each[1], each[0]))
-
-
-class DecontaminateResult(DocumentsResult):
-    """Documents without items of benchmarks."""
-
-    benchmarks: dict[str, Size] = {}
-    matches: list[Excerpt] = []
-
-
-class SplitResult(DocumentsResult):
-    """Documents to train on, and those that are held out for validation, by `<source>.<language>`."""
-
-    validation: dict[str, Size] = {}
+    benchmarks: dict[str, Size] = {}  # that documents were searched for
+    matches: list[Sample] = []
+    validation: dict[str, Size] = {}  # held out, by `<source>.<language>`
     validation_documents: int = 0
     validation_bytes: int = 0
     without_validation: list[str] = []  # groups with too few documents
 
-
-class Fertility(Result):
-    """How a tokenizer encodes the text of one language or source."""
-
-    bytes_per_token: float | None = None
-    tokens_per_word: float | None = None
-    tokens: int | None = None
-    words: int | None = None
+    @property
+    def reasons(self) -> list[tuple[str, int]]:
+        """Why documents were removed and how many, the most frequent reason first."""
+        found = [each for each in self.removed.items() if each[1]]
+        return sorted(found, key=lambda each: (-each[1], each[0]))
 
 
 class TokenizerResult(Result):
@@ -121,8 +112,8 @@ class TokenizerResult(Result):
 
     vocabulary: int | None = None
     measured_on: str = ""  # "validation" or "train"
-    languages: dict[str, Fertility] = {}
-    sources: dict[str, Fertility] = {}
+    languages: dict[str, Size] = {}
+    sources: dict[str, Size] = {}
     round_trip: Size = Size()
 
 
@@ -206,19 +197,6 @@ class TaskResult(Result):
     num_fewshot: int | None = None
     chat_template: bool = False
     chance: float | None = None
-
-
-class Sample(Result):
-    """A prompt, a question or an item of a benchmark, and what the model answered."""
-
-    prompt: str = ""
-    question: str = ""
-    text: str = ""
-    choices: list[str] = []
-    target: Any = None  # the place of the right choice, or the expected text
-    continuation: str = ""
-    chosen: int | None = None
-    answer: str = ""
 
 
 SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "f1")  # metrics between 0 and 1, higher is better
@@ -332,16 +310,10 @@ class ExportResult(Result):
     verified: Verified | None = None
 
 
-DOCUMENT_STEPS: dict[str, type[DocumentsResult]] = {  # the steps from documents to documents, in their order
-    "ingest": DocumentsResult,
-    "filter": DocumentsResult,
-    "dedup": DocumentsResult,
-    "decontaminate": DecontaminateResult,
-    "split": SplitResult,
-}
+DOCUMENT_STEPS = ("ingest", "filter", "dedup", "decontaminate", "split")  # from documents to documents, in their order
 RESULTS: dict[str, type[Result]] = {  # of all steps but the report, in their order
     "synthesize": Result,
-    **DOCUMENT_STEPS,
+    **dict.fromkeys(DOCUMENT_STEPS, DocumentsResult),
     "train-tokenizer": TokenizerResult,
     "tokenize": SequencesResult,
     "pretrain": TrainingResult,

@@ -18,7 +18,7 @@ from affinage.errors import UserError
 from affinage.paths import from_home
 
 if TYPE_CHECKING:
-    from affinage.pipeline.models import ModelState, Target
+    from affinage.pipeline.models import Target
 
 _LINES = 1000  # of validation text that llama.cpp encodes, too
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
@@ -132,7 +132,7 @@ def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
 
 def _write_model(
     target: "Target",
-    state: "ModelState | None",
+    state: dict[str, Any],
     runs: Path,
     to: Path,
     place: str,
@@ -154,8 +154,8 @@ def _write_model(
     if target.run is not None and results:
         facts = card_facts(collect_facts(target.run, results), license)
     facts = replace(facts, tuned=is_tuned(target.path))  # also while it is being trained
-    if state is not None and (state.step != state.steps or target.step is not None):
-        facts = replace(facts, training={**facts.training, "Checkpoint": str(state)})
+    if state and (state["step"] != state["steps"] or target.step is not None):
+        facts = replace(facts, training={**facts.training, "Checkpoint": options.describe(state)})
     # The name of the model may be a path, and a card does not show this machine's folders.
     model = replace(open_model(target, runs), name=target.path.name if Path(target.name).is_absolute() else target.name)
     write(model, to, facts=facts, place=place, sampling=sampling, **how)

@@ -108,7 +108,7 @@ def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
         return {}, ()
     config: dict[str, Any] = {"data": {"decontaminate": settings.model_dump(mode="json")}}
     config |= {"evaluate": {"tasks": tasks}} if settings.benchmarks else {}
-    return config, (*files, *task_files(filter(is_task_file, settings.benchmark_files)), *settings.benchmark_files)
+    return config, (*files, *settings.benchmark_files)
 
 
 def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:

@@ -212,19 +212,6 @@ def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
 # ---- models ----
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """How far the training of a model is."""
-
-    model: str  # the name of the training, as every verb takes it
-    step: int
-    steps: int | None  # that the training has in all; None if that is not known
-
-    def __str__(self) -> str:
-        whole = "" if self.steps is None else f" of {self.steps:,}"
-        return f"{self.model}, step {self.step:,}{whole}"
-
-
 def locate(target: Target, runs: Path) -> Target:
     """The model that a target stands for: of kind `hub` or `model`, its path that of the folder with its weights.
 
@@ -242,19 +229,17 @@ def locate(target: Target, runs: Path) -> Target:
     return replace(target, kind="model", path=(run / trained[0]).resolve(), run=run)
 
 
-def state_of(target: Target, runs: Path) -> ModelState | None:
-    """How far the training of a model is; None for a model that no recipe trained here."""
+def state_of(target: Target, runs: Path) -> dict[str, Any]:
+    """How far the training of a model is: {model, step, steps in all}; {} for a model that no recipe trained here."""
     model = locate(target, runs)
     folder, step, request = model.path, model.step, read_request(model.path)
     if request is None or model.kind == "hub":
-        return None
+        return {}
     name = folder.name if model.run is None else f"{model.run.name}/{request.step}"
     saved = [int(mark.parent.name) for mark in checkpoints_of(folder, step).glob("*/commit_success.txt")]
-    return ModelState(
-        model=f"{name}@{step}" if isinstance(step, str) else name,
-        step=step if isinstance(step, int) else max(saved, default=0),
-        steps=(read_json(folder / "summary.json") or read_json(folder / FEED)).get("steps"),
-    )
+    reached = step if isinstance(step, int) else max(saved, default=0)
+    steps = (read_json(folder / "summary.json") or read_json(folder / FEED)).get("steps") or reached
+    return {"model": f"{name}@{step}" if isinstance(step, str) else name, "step": reached, "steps": steps}
 
 
 def results_folder(target: Target, runs: Path) -> Path:
