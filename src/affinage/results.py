@@ -283,14 +283,8 @@ class EvaluationResult(Result):
         return [(name == "questions", one.prompt or one.question, one.text) for name, one in found]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """The scores as JSON: task -> metric -> value, stderr, and whether it was asked in the chat template."""
-        return {
-            task: {
-                name: {"value": score.value, "stderr": score.stderr, "in_chat": score.chat_template}
-                for name, score in scores.items()
-            }
-            for task, scores in self.by_task.items()
-        }
+        """The scores as JSON: task -> metric -> the fields of `Score`."""
+        return {task: {name: each._asdict() for name, each in scores.items()} for task, scores in self.by_task.items()}
 
 
 class Verified(Result):

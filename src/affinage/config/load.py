@@ -217,14 +217,12 @@ def find_recipe(path_or_name: str | Path, beside: Path = Path()) -> Path:
     path, name, packaged = beside / path_or_name, str(path_or_name), packaged_recipes()
     if os.path.isfile(path):  # of a name that is too long for a file, Path's raises
         return path
-    if path.suffix not in (".yaml", ".yml") and "/" not in name:
-        if name in packaged:
-            return packaged[name]
-        fix = did_you_mean(name, packaged) or f"Packaged recipes: {', '.join(packaged)}."
-        raise UserError(f"there is no recipe named `{name}`", fix=fix)
+    if name in packaged:
+        return packaged[name]
     around = [each.name for each in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
-    fix = did_you_mean(path.name, around) or "Give the path of a .yaml file, or a name that `affinage recipes` lists."
-    raise UserError("there is no such recipe file", where=str(path), fix=fix)
+    listed = f"Name a .yaml file, or one of the packaged recipes: {', '.join(packaged)}."
+    fix = did_you_mean(name, packaged) or did_you_mean(path.name, around) or listed
+    raise UserError(f"there is no recipe `{path_or_name}`", fix=fix)
 
 
 def packaged_recipes() -> dict[str, Path]:

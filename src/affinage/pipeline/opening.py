@@ -49,7 +49,7 @@ _RECIPE = """\
 # Begins with the weights and the tokenizer of {name}, which lie beside this file.
 #
 #   affinage run {file} --set data.sources='[my_text/]'      to train on, on text of yours
-#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, with `sft` uncommented
+#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, with an `sft` section
 {settings}
 data:
   sources: [my_text/]
@@ -59,13 +59,6 @@ pretrain:
   steps: 1000
   batch_size: 8
   schedule: {{peak_lr: 5.0e-5, min_lr: 5.0e-6, warmup_ratio: 0.05}}
-
-# sft:
-#   sources: [my_conversations.jsonl]
-#   system_prompt: {system_prompt}
-#   steps: 1000
-#   batch_size: 8
-#   schedule: {{peak_lr: 2.0e-5, min_lr: 2.0e-6, warmup_ratio: 0.05}}
 """
 
 
@@ -172,7 +165,6 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
         name=name,
         file=shlex.quote(str(folder / "recipe.yaml")),
         settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120),
-        system_prompt=json.dumps(facts["system_prompt"], ensure_ascii=False),
     )
     (making / "recipe.yaml").write_text(recipe, encoding="utf-8")
     store = CheckpointStore(making / "checkpoints")
