@@ -1,6 +1,5 @@
 """Settings of training: what all trainings share, pretraining, fine-tuning on conversations and on preferences."""
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -308,15 +307,11 @@ class SftOptimizerSettings(OptimizerSettings):
     """Times the learning rate; not on norms and biases."""
 
 
-_JULIAN_BATCH, _JULIAN_WARMUP = 32, 1000
-_JULIAN_SCHEDULE = ScheduleSettings(peak_lr=2e-5, min_lr=2e-6, warmup_steps=_JULIAN_WARMUP)
-
-
 class SftSettings(TuningSettings):
     """Supervised fine-tuning on conversations, with the loss on the assistant's tokens. The defaults are Julian's."""
 
     optimizer: SftOptimizerSettings = SftOptimizerSettings()
-    schedule: ScheduleSettings = _JULIAN_SCHEDULE
+    schedule: ScheduleSettings = ScheduleSettings(peak_lr=2e-5, min_lr=2e-6, warmup_steps=1000)
     """The warm-up is a tenth of the run where that is less than 1,000 steps."""
     system_prompt: str = SYSTEM_PROMPT
     """For conversations without a system message; may be ""."""
@@ -328,13 +323,12 @@ class SftSettings(TuningSettings):
     def _as_for_julian(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        filled = dict(value)
+        filled, steps = dict(value), value.get("steps")
         if filled.get("batch_size") is None and filled.get("per_device_batch_size") is None:
-            filled["batch_size"] = _JULIAN_BATCH
-        steps: Any = filled.get("steps")
-        if filled.get("schedule") is None and isinstance(steps, int | float) and 0 < steps < math.inf:
-            warmup = min(_JULIAN_WARMUP, int(steps) // 10)
-            filled["schedule"] = _JULIAN_SCHEDULE.model_copy(update={"warmup_steps": warmup})
+            filled["batch_size"] = 32
+        if filled.get("schedule") is None and isinstance(steps, int | float) and 0 < steps < 10_000:
+            schedule: ScheduleSettings = cls.model_fields["schedule"].default
+            filled["schedule"] = schedule.model_copy(update={"warmup_steps": int(steps) // 10})
         return filled
 
 

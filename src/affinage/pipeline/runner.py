@@ -206,10 +206,7 @@ class PipelineRunner:
     # ---- the run ----
 
     def _run(self, listener: ProgressListener) -> dict[str, float]:
-        steps, remote, seconds = self.plan(), self._remote, dict[str, float]()
-        if all(planned.reason == _COMPLETE for planned in steps):
-            self._note(steps)
-            return {}
+        remote, seconds = self._remote, dict[str, float]()
         try:
             lock = self.store.lock(f"{self.loaded.recipe.name}.run").acquire()
         except Timeout:
@@ -217,7 +214,7 @@ class PipelineRunner:
             raise UserError("another process is at this run", where=str(self.folder), fix=fix) from None
         with lock:
             self.store.sweep()
-            steps = self.plan()  # again: another process may have been at some of them
+            steps = self.plan()
             for planned in reversed(steps):
                 if planned.forced:
                     self.store.discard(planned.request)
