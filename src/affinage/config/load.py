@@ -49,10 +49,7 @@ class LoadedRecipe(Layers):
     command: str = ""  # runs it again
 
     def beside(self, path: str, key: Sequence[str | int]) -> Path:
-        """Resolve a path that stands under `key`: relative to the file it was written in, which may be a base.
-
-        A path that is not there is tried relative to the recipe, then to the working directory.
-        """
+        """Resolve a path that stands under `key`: relative to the file it is written in, the recipe, or the process."""
         written = Path(self.locate(key).rpartition(":")[0])
         folders = (*([written.parent] if written.is_file() else []), self.path.parent, Path())
         candidates = [folder / from_home(path) for folder in folders]

@@ -75,9 +75,7 @@ class TrainingRows:
         Yields {id, source, language, url, part, occurrences, rows: [{folder, number, steps}]} for each document.
         """
         if (split := made_from(self.folder, "split")) is None:
-            raise UserError(
-                "the documents that the rows were made from are gone", where=str(self.run), fix="Run it again."
-            )
+            raise UserError("the documents of the rows are gone", where=str(self.run), fix="Run it again.")
         text = unicodedata.normalize("NFC", text)
         every = re.compile(f"(?={re.escape(text)})", re.IGNORECASE)  # those that overlap, too
         for part in ("train", "validation"):

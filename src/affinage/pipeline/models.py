@@ -55,11 +55,8 @@ class Target:
 def resolve(name: str, runs: Path) -> Target:
     """What `name` stands for: a path if it is one, else a run in the folder `runs`, else a packaged recipe.
 
-    A file counts if it has a recipe's suffix, a folder if it is a run, a model, or the result of a step. The target's
-    `warning` names the other meaning where there are two.
-
-    Raises:
-        UserError: it stands for nothing; the message lists the runs and recipes.
+    A file counts if it has a recipe's suffix, a folder if it is a run, a model, or the result of a step. If there are
+    two meanings, the target's `warning` names the other. Raises UserError if it stands for nothing.
     """
     word, checkpoint = name, ""
     if not os.path.exists(name) and (parts := _CHECKPOINT.fullmatch(name)):
@@ -149,11 +146,7 @@ def recipe_of(
 
 
 def run_of(target: Target, runs: Path) -> Path:
-    """The folder of the run that a target is or belongs to; of a recipe, that of its name.
-
-    Raises:
-        UserError: the recipe was never run, with the command that runs it; or it is a model without a run.
-    """
+    """The folder of the run that a target is or belongs to; of a recipe, that of its name. UserError if it has none."""
     if target.run is not None or target.kind == "run":
         return target.run or target.path
     if target.kind != "recipe":
@@ -196,9 +189,9 @@ def is_evaluated(run: Path) -> bool:
 
 
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
-    """Raise UserError for a run, named as a whole, whose trainings are not all complete.
+    """Raise UserError for a run, named as a whole, whose trainings are not all complete, with the command for them.
 
-    It has the command that completes it and what can be done `instead`, by default the names of the models there are.
+    `instead` is what else can be done; by default, to name one of the models that are there.
     """
     run = run_of(target, runs) if target.kind in ("run", "recipe") else None
     if run is None or target.step is not None or not (missing := untrained(run)):
@@ -213,10 +206,7 @@ def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
 
 
 def locate(target: Target, runs: Path) -> Target:
-    """The model that a target stands for: of kind `hub` or `model`, its path that of the folder with its weights.
-
-    Of a run, the model is its last training that has begun.
-    """
+    """The model that a target stands for, its path that of the weights; of a run, its last training that has begun."""
     if target.kind in ("model", "hub"):
         return replace(target, path=target.path.resolve())
     if target.kind == "result":
@@ -275,10 +265,7 @@ def eval_results(target: Target, runs: Path) -> Path | None:
 
 
 def checkpoints_of(training: Path, step: Checkpoint | None = None) -> Path:
-    """The folder of the checkpoints of a training: those of `step`, or what stands for the training as a whole.
-
-    That is the one kept from before a benchmark became worse, where there is one.
-    """
+    """The folder with the checkpoints of a training; without a `step`, that of the one which a monitor kept, if any."""
     kept = training / KEPT
     return kept if step is None and kept.is_dir() else training / "checkpoints"
 
@@ -325,10 +312,9 @@ def is_chat(model: Path) -> bool:
 
 
 def release_of(model: Path, license: str | None) -> tuple[str | None, dict[str, Any]]:
-    """The license and the sampling settings of an export of this model.
+    """The license, None if unknown, and the sampling settings of an export; a chosen `license` comes first.
 
-    An imported model, and one that was trained from it, has those of the import, under `license` if that is not None.
-    The license is None if it is not known.
+    An imported model, and one that was trained from it, has those of the import.
     """
     facts = facts_of(model)
     release = facts.get("imported", facts).get("release")

@@ -67,11 +67,8 @@ def open_model(
 ) -> LoadedModel:
     """Load the model that a name stands for, split over devices along the axes of `mesh`; a copy on each without one.
 
-    A Hugging Face folder is read as `affinage import` does, into the memory of the devices. `sharding` replaces lines
-    of the table by which weights are split.
-
-    Raises:
-        UserError: there is no such run, training or checkpoint, or the model cannot be split over the mesh.
+    `sharding` replaces lines of the table by which weights are split. Raises UserError if there is no such model, or it
+    cannot be split over the mesh.
     """
     target = models.locate(models.resolve(name, runs) if isinstance(name, str) else name, runs)
     folder = target.path
@@ -206,11 +203,7 @@ def trained_params(training: Path, graph: Graph, step: Checkpoint | None, abstra
 
 
 def open_adapters(target: Target, runs: Path) -> tuple[Adapters, Any]:
-    """The adapters that a training has trained, and their A and B.
-
-    Raises:
-        UserError: as `open_model`, and if it trained all weights.
-    """
+    """The adapters that a training has trained, and their A and B; UserError if it trained all weights."""
     model, pair = models.locate(target, runs), None
     if model.kind != "hub":
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])

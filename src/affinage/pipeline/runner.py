@@ -155,13 +155,9 @@ class PipelineRunner:
                 each.step.check(self.loaded)
 
     def run(self, listener: ProgressListener) -> dict[str, float]:
-        """Run what is not complete. The other processes of a run call `follow`.
+        """Run what is not complete, while the other processes of a run call `follow`. Returns the seconds of each step.
 
-        Returns:
-            The seconds that each step took which ran.
-
-        Raises:
-            UserError: also if another process is at the same run.
+        Raises UserError also if another process is at the same run.
         """
         Processes.current.broadcast(_SAME, self._common())
         try:
@@ -303,11 +299,7 @@ class PipelineRunner:
 
 
 def points(recipe: str, overrides: Sequence[str]) -> list[tuple[dict[str, Any], LoadedRecipe]]:
-    """The points of a recipe's `sweep`, the last setting varying fastest: the settings of each, and its recipe.
-
-    Raises:
-        UserError: there is no grid, or a point of it is no recipe.
-    """
+    """The points of a recipe's `sweep`, the last setting varying fastest: the settings of each, and its recipe."""
     loaded = load_recipe(recipe, overrides)
     grid, made = loaded.recipe.sweep, []
     if not grid:
