@@ -6,9 +6,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
-from affinage.config.parallel import MeshAxis, ParallelSettings
 from affinage.config.settings import Settings
-from affinage.config.training import SYSTEM_PROMPT, DpoSettings, PretrainSettings, SftSettings
+from affinage.config.training import (
+    SYSTEM_PROMPT,
+    DpoSettings,
+    MeshAxis,
+    ParallelSettings,
+    PretrainSettings,
+    SftSettings,
+)
 
 TRAININGS = ("pretrain", "sft", "dpo")
 Positive = Annotated[float, Field(gt=0)]

@@ -1,4 +1,4 @@
-"""Settings of training: what all trainings share, pretraining, fine-tuning on conversations and on preferences."""
+"""Settings of training: the step's layout over devices, what all trainings share, pretraining, fine-tuning, DPO."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,8 +7,61 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from affinage.config.data import POCKET_WORLD, PlaceSettings, SourceSettings, path_from_string
 from affinage.config.settings import Settings
 
+MeshAxis = Literal["data", "fsdp", "tensor", "expert", "context", "pipeline"]
+
+# What the arrays of a model have along their dimensions; `affinage.parallel.sharding` says where each one is used.
+# fmt: off
+LogicalAxis = Literal[
+    "batch", "sequence", "residual", "keys", "width", "expert_rows", "embed", "heads", "kv_heads", "head_dim", "ffn",
+    "vocab", "experts", "layers",
+]
+# fmt: on
+
+# What a transformer block computes on its way, in that order.
+ActivationName = Literal["block_input", "query", "key", "value", "attended", "ffn_up", "ffn_gate", "ffn_hidden"]
 AttentionImplementation = Literal["auto", "xla", "cudnn", "splash"]
 SYSTEM_PROMPT = "You are a helpful assistant."
+
+
+class RematSettings(Settings):
+    """Activations of a block that wait for the backward pass, by name; all others are computed again there."""
+
+    keep: tuple[ActivationName, ...] = ()
+    """Activations that stay in the accelerator's memory."""
+    offload: tuple[ActivationName, ...] = ()
+    """Activations that wait in the host's memory; not on CPUs."""
+
+    @model_validator(mode="after")
+    def _once(self) -> "RematSettings":
+        twice = set(self.keep) & set(self.offload)
+        if twice:
+            raise ValueError(f"`{sorted(twice)[0]}` cannot be both kept and offloaded")
+        return self
+
+
+RematPreset = Literal["none", "dots", "block", "full"]
+Remat = RematPreset | RematSettings
+RematChoice = Remat | Literal["auto"]  # auto: as the planner says for the devices
+
+
+class ParallelSettings(Settings):
+    """How the work is split over the mesh. Nothing here changes what a step computes beyond rounding."""
+
+    sharding: dict[LogicalAxis, tuple[MeshAxis, ...]] = {}
+    """Lines that replace those of the sharding table: mesh axes of a logical axis."""
+    context_attention: Literal["all_gather", "ring"] = "all_gather"
+    """How the parts of a sequence see each other's keys."""
+    pipeline_micro_batches: int | None = Field(default=None, ge=1)
+    """Parts of the batch in the pipeline, a multiple of its stages; by default the most that divide it, up to 4 for
+    each stage."""
+    pipeline_rounds: int = Field(default=1, ge=1)
+    """Times that each part passes the stages: more make the bubble smaller, and the traffic larger."""
+    remat: RematChoice = "none"
+    """What the backward pass computes again instead of keeping it. none: nothing; dots: in a block all but results of
+    its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes. auto: the
+    first of these that fits by the planner's estimate; before `full`, block inputs go to the host."""
+    xla_flags: dict[str, bool | int | str] = {}
+    """Options of XLA by their names, besides those of `affinage.parallel.strategy`."""
 
 
 class OptimizerSettings(Settings):

@@ -20,8 +20,7 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from affinage.checkpoint import CheckpointStore
-from affinage.config.parallel import LogicalAxis, MeshAxis
-from affinage.config.training import LoraSettings, PrecisionSettings
+from affinage.config.training import LogicalAxis, LoraSettings, MeshAxis, PrecisionSettings
 from affinage.data.tokenizer import Tokenizer, add_chat_tokens
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
