@@ -5,7 +5,6 @@ open: a field that is missing or has another form has its default.
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -347,12 +346,6 @@ class Manifest(Result):
         """The kind of the step's work: 0 data, 1 training, 2 evaluation, 3 release."""
         names = list(RESULTS)
         return sum(names.index(self.step) >= names.index(first) for first in _FIRST)
-
-    @property
-    def checksum(self) -> str:
-        """A hash of the hashes of all files; "" without files."""
-        lines = "".join(f"{file.sha256}  {path}\n" for path, file in sorted(self.files.items()))
-        return hashlib.sha256(lines.encode()).hexdigest() if lines else ""
 
 
 def versions() -> dict[str, str]:
