@@ -54,7 +54,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     data = recipe.data
     worlds = [source.path for source in recipe.data.sources] if recipe.data else []
     tuned = any(tuning is not None and tuning.from_world for tuning in (recipe.sft, recipe.dpo))
-    scored = any(of_pocket_world(task) for benchmarks in _benchmarks(recipe) for task in benchmarks.tasks)
+    benchmarks = [recipe.evaluate, *(getattr(recipe, name).monitor for name in recipe.trainings)]
+    scored = any(of_pocket_world(task) for each in benchmarks if each is not None for task in each.tasks)
     if tuned or scored or POCKET_WORLD in worlds:
         sources = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
         size = max((source.max_bytes or POCKET_BYTES for source in sources), default=POCKET_BYTES)
@@ -95,8 +96,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The settings and files that decide which items of benchmarks text must not hold; both empty without any.
 
-    The pocket world is never among them. Its facts are its text and its benchmarks' answers by design, and what must
-    not be seen in training is kept out of the text where the world is generated.
+    The pocket world is never among them: its facts are its text and its benchmarks' answers.
     """
     settings, tasks, files = recipe.data.decontaminate if recipe.data else None, list[str](), list[str]()
     if settings is None:
@@ -202,12 +202,6 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
     if recipe.export is not None:
         config = _part(recipe, "name", "description", "export")
         yield Step("export", _of_eval("export"), config, inputs, version=3, check=_of_eval("check_export"))
-
-
-def _benchmarks(recipe: Recipe) -> list[Any]:
-    """The settings of the evaluation and of the monitors."""
-    monitors = (getattr(recipe, name).monitor for name in recipe.trainings)
-    return [each for each in (recipe.evaluate, *monitors) if each is not None]
 
 
 def _files_of(benchmarks: EvaluateSettings | MonitorSettings) -> tuple[str, ...]:
