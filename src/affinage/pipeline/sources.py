@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from affinage.config.data import POCKET_WORLD
 from affinage.data.json_files import encodable
 from affinage.data.places import is_url
-from affinage.errors import first_line
+from affinage.errors import UserWarned, first_line
 from affinage.paths import from_home
 
 _WHOLE = 16_000_000  # bytes: a larger file is known by its size, time and a sample
@@ -53,35 +54,27 @@ def _files(path: str) -> Iterator[Path]:
                 yield file
 
 
-def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The versions of files at URLs as their servers give them: the ETag, else the time of change.
+def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> dict[str, str]:
+    """The versions of those of the paths that are URLs, as their servers give them: the ETag, else the time of change.
 
-    If a server gives none, or does not answer, the former fingerprint stays.
-
-    Args:
-        paths: URLs of files, or of folders and globs in object stores; others are left out.
-        former: fingerprints that were taken before.
-
-    Returns:
-        The fingerprints, and of each URL that could not be checked the reason.
+    If a server gives none, or does not answer, the fingerprint that was taken before stays, with a warning.
     """
     if not (urls := list(filter(is_url, paths))):
-        return {}, {}
+        return {}
     from affinage.data.files import version_of
 
-    def check(url: str) -> tuple[str, str]:
+    def check(url: str) -> str:
         try:
             if version := version_of(url):
-                return version, ""
+                return version
             reason = "the server gives no version"
         except Exception as error:  # each library has its own
             reason = first_line(error.__cause__ or error)
-        return former.get(url, "not checked"), reason
+        warnings.warn(f"cannot check whether {url} has changed: {reason}", UserWarned, stacklevel=2)
+        return former.get(url, "not checked")
 
     with ThreadPoolExecutor(max_workers=8) as pool:
-        checked = dict(zip(urls, pool.map(check, urls), strict=True))
-    reasons = {url: reason for url, (_, reason) in checked.items() if reason}
-    return {url: version for url, (version, _) in checked.items()}, reasons
+        return dict(zip(urls, pool.map(check, urls), strict=True))
 
 
 def task_files(paths: Iterable[str]) -> list[str]:
