@@ -1,5 +1,7 @@
 """Datasets of Hugging Face's library: folders of it, streaming that resumes, and a Hub that cannot be reached."""
 
+from functools import partial
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -8,6 +10,7 @@ import hub_server
 from affinage.config.data import SourceSettings
 from affinage.data import documents, hub_datasets
 from affinage.data.hub_datasets import at_commit
+from affinage.data.places import limit_requests
 from affinage.errors import UserError
 from hub_server import Fault
 from source_forms import collected, write_lines
@@ -120,11 +123,12 @@ def hub(monkeypatch):
     ],
     ids=["silent", "cut", "busy", "unknown", "gated", "revision", "no-token"],
 )
-def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix):
+def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix, monkeypatch):
     hub.faults[:] = [fault]
+    monkeypatch.setattr(hub_datasets, "limit_requests", partial(limit_requests, 0.5))
     settings = SourceSettings(dataset="some/data", revision="v2" if "revision" in words else "")
     with pytest.raises(UserError) as error:
-        at_commit(settings, "data.sources[0]", patience=0.5)
+        at_commit(settings, "data.sources[0]")
     assert words in error.value.what and error.value.where == "data.sources[0]" and fix in error.value.fix
 
 

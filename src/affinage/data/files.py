@@ -64,14 +64,9 @@ class SourceFile:
     url: str  # what is at a web address is read from the cache of downloads
     name: str
     kind: str  # see `kind_of`
-    bytes: int
+    bytes: int  # as stored, of the file or the part
     start: int = 0  # a part of a file: the lines or row groups that begin in bytes [start, stop)
     stop: int | None = None
-
-    @property
-    def stored(self) -> int:
-        """Bytes of it, or of the part, as stored."""
-        return (self.bytes if self.stop is None else self.stop) - self.start
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ class DatasetPart:
     index: int
     parts: int
     kind: ClassVar[str] = "dataset"
-    stored: ClassVar[int] = 1  # its bytes are not known
+    bytes: ClassVar[int] = 1  # they are not known
 
 
 Part = SourceFile | DatasetPart

@@ -8,20 +8,20 @@ from typing import Any
 
 from affinage.config.data import SourceSettings
 from affinage.data.files import DamagedFile, DatasetPart
-from affinage.data.places import PATIENCE, is_on_hub, limit_requests, refusal
+from affinage.data.places import is_on_hub, limit_requests, refusal
 from affinage.data.readers import BadRecord, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line, is_of_network
 
 
-def at_commit(source: SourceSettings, where: str, *, patience: float = PATIENCE) -> SourceSettings:
+def at_commit(source: SourceSettings, where: str) -> SourceSettings:
     """The settings with the commit that the dataset is at now as its revision, so that all of it is read at that one.
 
-    A request fails after `patience` seconds without an answer. Raises UserError if there is no such dataset or revision
-    or it is gated, and TransientError if the Hub cannot be reached.
+    Raises UserError if there is no such dataset or revision or it is gated, and TransientError if the Hub cannot be
+    reached.
     """
     from huggingface_hub import HfApi
 
-    limit_requests(patience)
+    limit_requests()
     try:
         api = HfApi()
         info = api.dataset_info(source.dataset, revision=source.revision or None, timeout=15.0)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,6 @@ from affinage.errors import UserError
 
 TASK_BYTES = 32_000_000  # of files, as stored
 WAVE, WAVE_BYTES = 64, 100_000  # tasks that share what is left of `max_bytes`, at most; text of each, at least
-_FIXES = {
-    "no text key": "Name the key that holds the text: sources: [{path: ..., text_key: ...}].",
-    "not UTF-8": "Convert it, for example with: iconv -f latin1 -t utf-8.",
-}
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,12 @@ def ingest(
     has the `commits` at which datasets of the Hub were read. An interrupted call resumes with the missing tasks.
     """
     tasks: dict[str, list[Task]] = {}  # by the name of the source
-    commits: dict[str, str] = {}
     world = str(Path(world_folder or "") / "documents" / "*.jsonl")
     for position, source in enumerate(settings.sources):
         name = unique(source.title, tasks)
         source, parts = find_parts(located(source, settings), f"data.sources[{position}]", world)
-        if is_on_hub(source):
-            commits[name] = source.revision
         tasks[name] = _divide(name, source, parts)
+    commits = {name: own[0].source.revision for name, own in tasks.items() if is_on_hub(own[0].source)}
     by_source = _read_all(tasks, folder, settings, executor)
 
     for position, (source, results) in enumerate(zip(settings.sources, by_source)):
@@ -69,7 +64,7 @@ def ingest(
                 raise UserError("there is no document in it", where=where)
             first, count = own.samples[reasons[0]][0], own.removed.total()
             what = f"none of its {count} records can be used; {first['id']}: {reasons[0]}: {first['detail']}"
-            raise UserError(what, where=where, fix=_FIXES.get(reasons[0], ""))
+            raise UserError(what, where=where)
     results = [result for results in by_source for result in results]
     total = Stats.total(result["stats"] for result in results)
     counts = {name: total.other[name] for name in ("not_sampled", "lone_surrogates")}
@@ -117,17 +112,17 @@ def _divide(name: str, source: SourceSettings, parts: Sequence[Part]) -> list[Ta
     size = 0  # of the last group
     for part in parts:
         pieces, divisible = [part], part.kind in ("lines", "table") and not compression_of(part.name)
-        if isinstance(part, SourceFile) and divisible and part.stored > TASK_BYTES:
-            starts = range(0, part.stored, TASK_BYTES)
-            pieces = [replace(part, start=at, stop=min(at + TASK_BYTES, part.stored)) for at in starts]
+        if isinstance(part, SourceFile) and divisible and part.bytes > TASK_BYTES:
+            bounds = [*range(0, part.bytes, TASK_BYTES), part.bytes]
+            pieces = [replace(part, start=a, stop=b, bytes=b - a) for a, b in pairwise(bounds)]
         for piece in pieces:
-            size += piece.stored
+            size += piece.bytes
             if not groups or size > TASK_BYTES or piece.kind == "dataset":
                 groups.append([])
-                size = piece.stored
+                size = piece.bytes
             groups[-1].append(piece)
     return [
-        Task(name, source, tuple(group), f"{name}-{number:05d}", sum(part.stored for part in group))
+        Task(name, source, tuple(group), f"{name}-{number:05d}", sum(part.bytes for part in group))
         for number, group in enumerate(groups)
     ]
 

@@ -10,7 +10,6 @@ from affinage.config.training import TuningSettings
 from affinage.errors import TransientError, UserError, causes, first_line, is_transient
 from affinage.paths import from_home
 
-PATIENCE = 120.0  # seconds without an answer after which a request to the Hub has failed
 Place = TypeVar("Place", bound=PlaceSettings)
 
 
@@ -69,8 +68,8 @@ def unique(title: str, taken: Container[str]) -> str:
 # ---- the Hub ----
 
 
-def limit_requests(seconds: float = PATIENCE) -> None:
-    """Give huggingface_hub's requests a limit: they have none where a Hub accepts the connection and sends nothing."""
+def limit_requests(seconds: float = 120.0) -> None:
+    """Let huggingface_hub's requests fail after some seconds without an answer, for which they would wait forever."""
     from huggingface_hub import get_session
 
     get_session().timeout = seconds

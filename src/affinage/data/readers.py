@@ -1,7 +1,9 @@
 """Reads the records of one file, whatever its kind and compression; those that cannot be used come with the reason."""
 
+import contextlib
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import CHUNK_BYTES, Part, SourceFile, open_plain, open_stored, reports_damage
+from affinage.data.files import CHUNK_BYTES, DamagedFile, Part, SourceFile, open_plain, open_stored, reports_damage
 from affinage.data.json_files import encodable
 from affinage.errors import UserError, plain
 
@@ -52,14 +54,13 @@ def read_records(part: Part, settings: SourceSettings) -> Records:
     Raises DamagedFile where the file as a whole cannot be read on, UserError where a table has no column of text.
     """
     from affinage.data.hub_datasets import stream
-    from affinage.data.warc import read_warc
     from affinage.data.wikipedia import read_dump
 
     readers: dict[str, Callable[[Any, SourceSettings], Records]] = {
         "text": _read_text,
         "lines": _read_lines,
         "table": _read_table,
-        "warc": read_warc,
+        "warc": _read_warc,
         "dump": read_dump,
         "dataset": stream,
         "": lambda file, settings: iter([BadRecord(file.name, UNKNOWN_KIND, "")]),
@@ -95,7 +96,7 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
     text = _look_up(fields, settings.text_key)
     if text is _ABSENT:
         names = encodable(", ".join(map(str, fields)))
-        return BadRecord(place, "no text key", f"no {settings.text_key!r} among the keys {names}")
+        return BadRecord(place, "no text key", f"no {settings.text_key!r} among {names}: set `text_key` of the source")
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     except UnicodeDecodeError as error:
@@ -139,7 +140,8 @@ def _word(fields: Mapping[str, Any], key: str) -> str:
 
 def _not_utf8(place: str, error: UnicodeDecodeError) -> BadRecord:
     glimpse = error.object[max(0, error.start - 60) : error.start + 140].decode("utf-8", "replace")
-    return BadRecord(place, "not UTF-8", f"{error.reason} at byte {error.start}", glimpse)
+    detail = f"{error.reason} at byte {error.start}; convert it with iconv -f latin1 -t utf-8"
+    return BadRecord(place, "not UTF-8", detail, glimpse)
 
 
 # ---- books of Project Gutenberg ----
@@ -262,3 +264,59 @@ def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
                     number += batch.num_rows
             else:
                 number += metadata.num_rows
+
+
+# ---- web archives ----
+
+
+def _read_warc(file: SourceFile, settings: SourceSettings) -> Records:
+    from fastwarc.warc import ArchiveIterator, WarcRecordType
+
+    number, kinds = 0, WarcRecordType.response | WarcRecordType.conversion
+    with open_plain(file) as stream:
+        try:
+            for number, entry in enumerate(ArchiveIterator(stream, record_types=kinds, parse_http=True), 1):
+                yield _read_entry(entry, f"{file.name}#{number}")
+        except (ValueError, RuntimeError) as error:
+            raise DamagedFile(f"the file is damaged: {error}") from None
+    if not number and file.bytes:
+        raise DamagedFile("the file holds no web page: is it a web archive?")
+
+
+def _read_entry(entry: Any, place: str) -> Record | BadRecord:
+    from fastwarc.warc import WarcRecordType
+    from resiliparse.extract.html2text import extract_plain_text
+    from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+
+    id, limit = (entry.record_id or place).removeprefix("<urn:uuid:").removesuffix(">"), MAX_RECORD_BYTES
+    url = entry.headers.get("WARC-Target-URI", "").strip("<>")
+    if html := entry.record_type == WarcRecordType.response:
+        kind = (entry.http_content_type or "").lower()
+        status = None if entry.http_headers is None else entry.http_headers.status_code
+        if not entry.is_http or status != 200:
+            return BadRecord(id, "not found", f"status {status} of {url}")
+        if not kind.startswith(("text/html", "application/xhtml+xml")):
+            return BadRecord(id, "not HTML", f"{kind or 'no content type'} of {url}")
+    content = entry.reader.read(limit + 1)
+    if len(content) < min(entry.content_length, limit + 1):
+        raise DamagedFile(f"the file is cut off in the record of {url}")
+    if html:
+        names = ("Content-Encoding", "Transfer-Encoding")
+        coding = " ".join(filter(None, map(entry.http_headers.get, names)))
+        # Many archives hold pages that were decoded already, under the header of before; FastWARC's own decoding would
+        # end the whole archive there.
+        if coding not in ("", "identity") and content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"<":
+            try:
+                content = zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(content, limit + 1)  # gzip or deflate
+            except zlib.error:
+                return BadRecord(id, "unknown compression", f"{coding} of {url}")
+    if len(content) > limit:
+        return BadRecord(id, "too large", f"a page over {limit / 1e6:.0f} MB: {url}")
+    text = content.decode("utf-8", "replace")
+    if html:  # in the charset that its header states, or else in the one it looks like: many state what is no charset
+        for encoding in filter(None, (entry.http_charset, detect_encoding(content))):
+            with contextlib.suppress(LookupError, ValueError):
+                text = str(bytes_to_str(content, encoding, errors="replace"))
+                break
+        text = str(extract_plain_text(text, main_content=True, alt_texts=False, list_bullets=False))
+    return Record(id, encodable(text), url=url) if text.strip() else BadRecord(id, "empty", f"no text in {url}")
