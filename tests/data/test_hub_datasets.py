@@ -8,7 +8,7 @@ import pytest
 
 import hub_server
 from affinage.config.data import SourceSettings
-from affinage.data import documents, hub_datasets
+from affinage.data import hub_datasets
 from affinage.data.hub_datasets import at_commit
 from affinage.data.places import limit_requests
 from affinage.errors import UserError
@@ -48,32 +48,6 @@ def test_a_folder_of_json_lines(tmp_path):
     write_lines(tmp_path / "lines" / "train.jsonl", [{"body": f"line {i}", "id": i} for i in range(9)])
     _, rows = collected(tmp_path / "one", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
     assert [(row["id"], row["text"]) for row in rows] == [(str(i), f"line {i}") for i in range(9)]
-
-
-def test_a_killed_step_loses_at_most_one_file(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "ROW_GROUP_BYTES", 200)
-    monkeypatch.setattr(documents, "FILE_BYTES", 400)
-    _, whole = collected(tmp_path / "whole", {"dataset": str(tables), "name": "x"})
-    read = []
-
-    class Killed(BaseException):
-        pass
-
-    def dying(part, settings, stream=hub_datasets.stream):
-        for record in stream(part, settings):
-            read.append(record.text)
-            if len(read) == 70:
-                raise Killed
-            yield record
-
-    monkeypatch.setattr(hub_datasets, "stream", dying)
-    with pytest.raises(Killed):
-        collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
-    assert len(list((tmp_path / "out").rglob("completions/*.json"))) == 1
-    _, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
-    assert rows == whole
-    assert len(read) == 70 + 80, "the file that was complete is not read again"
-    assert not (tmp_path / "out" / "completions").exists()
 
 
 def test_what_is_not_in_a_dataset_is_refused(tables, tmp_path):
