@@ -6,9 +6,8 @@ import fsspec
 import pytest
 
 import hub_server
-from affinage.config.data import SourceSettings
 from affinage.data import executor
-from affinage.data.files import CACHE_VARIABLE, cached, cached_path, find, version_of
+from affinage.data.files import CACHE_VARIABLE, cached, cached_path, version_of
 from affinage.errors import UserError
 from hub_server import Fault
 from source_forms import collected
@@ -31,11 +30,6 @@ def server():
 
 def url_of(server) -> str:
     return f"{server.address}/me/files/resolve/main/lines.jsonl"
-
-
-def find_size(server) -> int:
-    (file,) = find(url_of(server), SourceSettings(path=url_of(server)), "")
-    return file.bytes
 
 
 def refused(url: str) -> UserError:
@@ -85,21 +79,10 @@ def test_what_the_server_refuses(server, status, tmp_path):
 def test_a_bucket_is_read_in_place(tmp_path):
     fsspec.filesystem("memory").pipe("/bucket/a.jsonl", CONTENT)
     assert len(collected(tmp_path / "out", "memory://bucket/a.jsonl")[1]) == 3_000
-    assert version_of("memory://bucket/a.jsonl") and not (tmp_path / "cache" / "downloads").exists()
+    assert version_of("memory://bucket/a.jsonl") and not (tmp_path / "cache" / "files").exists()
 
 
 def test_a_recipe_reads_a_web_address_the_second_time_from_the_cache(server, tmp_path):
     _, rows = collected(tmp_path / "one", url_of(server))
     server.faults[:] = [Fault("lines", 503, times=99)]
     assert collected(tmp_path / "two", url_of(server))[1] == rows and len(rows) == 3_000
-
-
-def test_a_copy_of_another_version_than_the_servers_is_fetched_again(server):
-    assert cached(url_of(server)).read_bytes() == CONTENT
-    before = version_of(url_of(server))
-    server.commit("models/me/files", {"lines.jsonl": CONTENT[::-1]})
-    assert version_of(url_of(server)) != before and find_size(server) == len(CONTENT)
-    assert cached(url_of(server)).read_bytes() == CONTENT[::-1]
-    server.faults[:] = [Fault("lines", 503, times=99)]
-    assert find_size(server) == len(CONTENT), "without an answer the copy is what there is"
-    assert cached(url_of(server)).read_bytes() == CONTENT[::-1]

@@ -12,7 +12,6 @@ from affinage.config.yaml import parse
 
 POCKET_WORLD = "pocket-world"
 POCKET_BYTES = 3_000_000  # of the pocket world, where a recipe gives no size
-_PLACE = ("path", "dataset", "config", "data_dir", "split", "revision")
 _SUFFIX = re.compile(
     r"\.(txt|md|markdown|jsonl|ndjson|parquet|warc|wet|xml)(\.(gz|zst|bz2|xz))?$|\.(gz|zst|bz2|xz)$", re.IGNORECASE
 )
@@ -92,7 +91,7 @@ class SourceSettings(PlaceSettings):
             raise ValueError(f"there is no preset {name!r}; there are {', '.join(_presets())}")
         language = str(value.get("language") or preset.get("language", "")).lower()
         elsewhere = value.get("path") or value.get("dataset")
-        filled = {key: text for key, text in preset.items() if not (elsewhere and key in _PLACE)}
+        filled = {key: text for key, text in preset.items() if not (elsewhere and key in PlaceSettings.model_fields)}
         if not language and any("{language}" in text for text in filled.values()):
             raise ValueError(f"the preset {name!r} needs a `language`")
         return {key: text.replace("{language}", language) for key, text in filled.items()} | value

@@ -26,7 +26,7 @@ from fsspec.core import has_magic, url_to_fs
 
 from affinage.config.data import SourceSettings
 from affinage.data.executor import with_retries
-from affinage.data.json_files import encodable, write_json
+from affinage.data.json_files import encodable
 from affinage.errors import TransientError, UserError, first_line, is_transient
 from affinage.paths import from_home
 
@@ -213,14 +213,13 @@ def reports_damage() -> Iterator[None]:
 def cached_path(url: str) -> Path:
     """Where the download of a URL is, or will be: in `$AFFINAGE_CACHE`, else ~/.cache/affinage."""
     folder = from_home(os.environ.get(CACHE_VARIABLE) or "~/.cache/affinage")
-    return folder / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:24] / (_name(url) or "file")
+    return folder / "files" / hashlib.sha256(url.encode()).hexdigest()[:24] / (_name(url) or "file")
 
 
-def _facts(url: str) -> tuple[Path, dict[str, Any]]:
-    """What is known about a download, its URL and version, and the file that holds it."""
+def _version_file(url: str) -> Path:
+    """The file that holds the version which is downloaded."""
     path = cached_path(url)
-    path = path.with_name(path.name + ".json")
-    return path, json.loads(path.read_text()) if path.is_file() else {}
+    return path.with_name(path.name + ".version")
 
 
 def _headers_of(url: str) -> Any:
@@ -241,7 +240,7 @@ def _size_of(url: str) -> int:
     copy = cached_path(url)
     if copy.is_file():
         with contextlib.suppress(requests.RequestException):  # without an answer the copy is what there is
-            if version_of(url) not in ("", _facts(url)[1]["version"]):
+            if version_of(url) not in ("", _version_file(url).read_text()):
                 copy.unlink()
     return copy.stat().st_size if copy.is_file() else int(_headers_of(url).get("Content-Length", 0))
 
@@ -271,9 +270,9 @@ def cached(url: str) -> Path:
 
 def _download(url: str, part: Path) -> None:
     """Append what is missing to `part`; all of the file, where the server has another one than `part` is of."""
-    place, facts = _facts(url)
-    begun, version = part.stat().st_size if part.is_file() else 0, facts.get("version")
-    rest = {"Range": f"bytes={begun}-", "If-Range": version} if begun and version else {}
+    rest: dict[str, str] = {}
+    if part.is_file() and (version := _version_file(url).read_text()):
+        rest = {"Range": f"bytes={part.stat().st_size}-", "If-Range": version}
     with requests.get(url, headers=_AS_IT_IS | rest, stream=True, timeout=_TIMEOUT) as answer:
         if answer.status_code == 416 and rest:  # it ends where `part` ends, or before
             part.unlink()
@@ -281,7 +280,7 @@ def _download(url: str, part: Path) -> None:
         answer.raise_for_status()
         resumed = answer.status_code == 206
         if not resumed:
-            write_json(place, {"url": url, "version": _version_in(answer.headers)})
+            _version_file(url).write_text(_version_in(answer.headers))
         with part.open("ab" if resumed else "wb") as file:
             for chunk in answer.iter_content(1 << 15):
                 file.write(chunk)

@@ -184,10 +184,10 @@ def _datatrove(
     for name in (name for name in settings if name.endswith(suffix)):
         try:
             step = getattr(importlib.import_module(f"datatrove.pipeline.{suffix.lower()}s"), name)
-            words = importlib.import_module("datatrove.utils.word_tokenizers")
-            has_words = language in words.load_tokenizer_assignments()
+            from datatrove.utils.word_tokenizers import load_tokenizer_assignments as tokenizers
+
             reads_words = "language" in step.__init__.__code__.co_varnames
-            own = {"language": language if has_words else "en"} if reads_words else {}
+            own = {"language": language if language in tokenizers() else "en"} if reads_words else {}
             steps[name] = step(**own | dict(settings[name]))
         except ImportError as error:
             what, fix = f"datatrove's filters are not installed: {first_line(error)}", "pip install 'affinage[filters]'"
