@@ -16,7 +16,7 @@ from affinage.hub.card import CardFacts, model_card
 from affinage.hub.export import export
 from affinage.hub.read import read_hub_folder
 from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
-from affinage.model.analysis import parameters
+from affinage.model.graph import parameters
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 
 TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]

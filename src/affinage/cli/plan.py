@@ -82,9 +82,9 @@ def plan(
 
         facts, rows = [], []
         for made, efficiency in scaled(loaded, graph, curve, where):
-            facts.append(made.to_dict() | {"efficiency": efficiency, "why": made.time.shares})
-            rows.append(_row(made, *"slice chips rows mesh step tokens/s MFU total cost".split()))
-            rows[-1] |= {"of ideal": f"{efficiency:.0%}", "a step is": made.time.shares}
+            facts.append(made.to_dict() | {"efficiency": efficiency})
+            columns = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU", "total", "cost", "bound by")
+            rows.append(_row(made, *columns) | {"of ideal": f"{efficiency:.0%}"})
         emit({"curve": facts}, as_json, [table(rows)])
     elif search:
         _search(planned, where, compile_step, as_json)
@@ -196,13 +196,13 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
     yield Table(("seconds of a step", *columns.values(), "bound by"), rows, left=(0, len(columns) + 1))
     mfu = "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
     cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour"
-    source = f" ({made.price_source})" if cost else ""
-    speed = f"{made.tokens_per_second:,.0f} tokens/s{mfu}; {duration(made.seconds)} in total{cost}{source}"
+    if cost and made.price != made.recipe.hardware.price:
+        cost += " (remembered in 2025; set hardware.price)"
+    speed = f"{made.tokens_per_second:,.0f} tokens/s{mfu}; {duration(made.seconds)} in total{cost}"
     yield "\n" + ("" if made.fits else "if it fitted: ") + speed
     yield from (f"\nWarning: {warning}" for warning in made.warnings)
     yield from ["\nClaims that cannot be true:"] if made.contradictions else []
-    for claim in made.contradictions:
-        yield f"  {claim.claim}: {claim.what}" + (f"; {claim.reading}" if claim.reading else "")
+    yield from (f"  {claim}: {what}" for claim, what in made.contradictions.items())
 
 
 # ---- tables of plans ----

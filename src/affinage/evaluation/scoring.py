@@ -22,7 +22,7 @@ from affinage.errors import UserError
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
-from affinage.model.layers.embedding import multiply_out
+from affinage.model.layers.dense import multiply_out
 from affinage.parallel import MeshLayout
 from affinage.planning.estimate import present
 from affinage.planning.trace import peak_memory

@@ -16,7 +16,7 @@ from affinage.model.apply_config import ApplyConfig
 from affinage.model.forward import apply
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
-from affinage.model.layers.embedding import Logits
+from affinage.model.layers.dense import Logits
 from affinage.parallel import MeshLayout
 
 

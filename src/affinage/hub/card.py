@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from affinage import __version__
 from affinage.generation.model import LoadedModel
-from affinage.model.analysis import parameters
+from affinage.model.graph import parameters
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _CHAT_INPUTS = """\

@@ -23,7 +23,7 @@ from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.families import FAMILIES, decoder_nodes, family_of
 from affinage.model import Adapters
-from affinage.model.analysis import parameters
+from affinage.model.graph import parameters
 from affinage.model.layer import PyTree
 from affinage.model.lora import LORA_A, LORA_B
 from affinage.results import read_json

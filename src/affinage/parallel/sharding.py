@@ -57,55 +57,32 @@ def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> 
     first of its devices. Raises a UserError where the sizes do not multiply to the number of devices.
     """
     full = axis_sizes(sizes, len(devices), all_of_them=jax.process_count() > 1)
-    shape = tuple(full[axis] for axis in AXES)
-    devices = devices[: math.prod(shape)]
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    shape = tuple(full.values())
     # On a TPU the grid follows the wires of the torus; elsewhere it is the order of the devices.
-    options: dict[str, Any] = {"devices": list(devices), "allow_split_physical_axes": True}
-    if slices > 1:
-        across = across_slices(full, slices)
-        within = tuple(size // parts for size, parts in zip(shape, across, strict=True))
-        grid = mesh_utils.create_hybrid_device_mesh(within, across, **options)
-    else:
-        grid = mesh_utils.create_device_mesh(shape, **options)
-    return Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+    used = list(devices[: math.prod(shape)])
+    grid = mesh_utils.create_device_mesh(shape, used, allow_split_physical_axes=True)
+    return Mesh(grid, tuple(full), axis_types=(jax.sharding.AxisType.Auto,) * len(full))
 
 
 def axis_sizes(sizes: Mapping[str, int | str], count: int, *, all_of_them: bool) -> dict[str, int]:
     """The sizes of all `AXES`, with "auto" filled in, for `count` devices; without `all_of_them` some may be left over.
 
-    UserError: an unknown axis, two that are auto, or sizes that do not fit the devices.
+    UserError: two that are auto, or sizes that do not fit the devices.
     """
     fixed = dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in sizes.items() if size != "auto"}
     free, used = [axis for axis, size in sizes.items() if size == "auto"], math.prod(fixed.values())
-    widest = "data" if used <= count else max(AXES, key=lambda axis: fixed[axis])
-    what, fix = "", f"Set one axis to auto, such as --set mesh.{widest}=auto."
-    for axis in sizes:
-        if axis not in AXES:
-            what, fix = f"unknown mesh axis {axis!r}", f"The axes are {', '.join(AXES)}."
-        elif fixed[axis] < 1:
-            what, fix = f"{axis} has size {fixed[axis]}", "At least 1 device."
-    if not what and len(free) > 1:
+    if len(free) > 1:
         what, fix = f"both {free[0]} and {free[1]} are auto", "At most one axis may be auto."
-    elif not what and (count % used if free else used > count or (used < count and all_of_them)):
+    elif count % used if free else used > count or (used < count and all_of_them):
         product = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1)
         made = f"{product} makes {used} devices" if product else "the mesh is of 1 device"
-        what = f"{made}, but there are {count}"
+        widest = "data" if used <= count else max(fixed, key=lambda axis: fixed[axis])
+        what, fix = f"{made}, but there are {count}", f"Set one axis to auto, such as --set mesh.{widest}=auto."
         if free:
             what, fix = f"{made}, which does not divide the {count} there are", f"Take sizes that divide {count}."
-    if what:
-        raise UserError(what, where="mesh", fix=fix)
-    return fixed | dict.fromkeys(free, count // used)
-
-
-def across_slices(full: Mapping[str, int], slices: int) -> tuple[int, ...]:
-    """Into how many parts each axis of `AXES` is cut so that every slice of TPUs has one, or a UserError."""
-    # What may go over the network, the first that divides: a sum of gradients, or one activation per stage.
-    for cut in ("data", "pipeline", "fsdp"):
-        if full[cut] % slices == 0:
-            return tuple(slices if axis == cut else 1 for axis in AXES)
-    fix = f"Make data (or pipeline, or fsdp) a multiple of {slices}; the network between slices is slow."
-    raise UserError(f"no axis of the mesh can be cut along the {slices} slices of TPUs", where="mesh", fix=fix)
+    else:
+        return fixed | dict.fromkeys(free, count // used)
+    raise UserError(what, where="mesh", fix=fix)
 
 
 def table_with(replaced: Lines) -> Table:

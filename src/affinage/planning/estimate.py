@@ -25,7 +25,7 @@ from affinage.model import Graph
 from affinage.model.forward import batch_shapes
 from affinage.model.graph import Node
 from affinage.model.layer import parameters_in
-from affinage.model.layers.embedding import Embedding, LearnedPositions
+from affinage.model.layers.dense import Embedding, LearnedPositions
 from affinage.model.layers.moe import MoeSettings
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import AXES, REPLICAS, STAGES
@@ -113,11 +113,6 @@ class StepTime:
     parts: Mapping[str, float]  # the step's seconds by what bounds them
     seconds: float  # from one update to the next
     bound: str  # what most of the step is bound by
-
-    @property
-    def shares(self) -> str:
-        """The parts in words, as shares of the step."""
-        return ", ".join(f"{name} {part / self.seconds:.0%}" for name, part in self.parts.items() if part)
 
 
 def step_time(device: PerDevice, *, whole: PerDevice | None = None) -> StepTime:

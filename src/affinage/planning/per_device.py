@@ -11,7 +11,6 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import Array
-from typing_extensions import override
 
 from affinage.config.parallel import ParallelSettings
 from affinage.config.training import TrainSettings
@@ -256,36 +255,28 @@ class _DeviceLayout(MeshLayout):
     __hash__ = MeshLayout.__hash__
 
     @property
-    @override
     def stages(self) -> int:
         return self.pipeline
 
     @property
-    @override
     def own_stages(self) -> int:
         return 1
 
-    @override
     def parts(self, *axes: str) -> int:
         return self.neighbors if axes == ("sequence",) else 1
 
-    @override
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         return ("neighbor",) if axis == "sequence" and self.neighbors > 1 else ()
 
-    @override
     def whole(self, length: int, axis: str) -> int:
         return length * self.parts(axis)
 
-    @override
     def gather_rows(self, x: Array) -> Array:
         return jax.lax.all_gather(x, "stage", tiled=True) if self.pipeline > 1 else x
 
-    @override
     def own_rows(self, x: Array) -> Array:
         return _own_part(x, 0, "stage", self.pipeline) if self.pipeline > 1 else x
 
-    @override
     def resplit(self, x: Array, before: Axes, after: Axes) -> Array:
         if self.neighbors > 1 and "sequence" in before:
             return jax.lax.all_gather(x, "neighbor", axis=before.index("sequence"), tiled=True)

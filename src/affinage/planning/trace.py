@@ -222,8 +222,8 @@ class _Walker:
             arguments[0].narrowed = size
         return _Value(size * share, "weights", False, _roots(arguments), share)
 
-    def _stored(self, variable: Any, size: float, share: float | None = None, kind: str = "gradients") -> _Value:
-        size *= 1.0 if share is None else share
+    def _stored(self, variable: Any, size: float, share: float | None = None) -> _Value:
+        size, kind = size * (1.0 if share is None else share), "gradients"
         if share is None:
             shape = _shape(variable)
             kind = "logits" if len(shape) > 1 and shape[-1] in self.weights.vocabularies else "activations"
@@ -276,11 +276,10 @@ class _Walker:
             if begun is not None and begun.kind == "argument" and not begun.size:  # written where the state is
                 results.append(_Value(0.0, "argument", share=begun.share, read=begun.read))
                 continue
-            copied = value.kind == "weights"
-            share = value.share if copied else self.weights.shares.get(_shape(variable))
+            share = self.weights.shares.get(_shape(variable))
             # What an inner loop has stacked for a kernel is padded in that stack alone.
             size = _bytes(variable, frozenset() if value.stacked else self.padded)
-            result = self._stored(variable, size, share, "weights" if copied else "gradients")
+            result = self._stored(variable, size, share)
             result.stacked = index >= carries
             results.append(result)
         read = [copy for copy in copies if copy is not None]
@@ -375,25 +374,18 @@ def _bytes(variable: Any, padded: Padded = frozenset(), *, on_host: bool = False
 
 
 def _read_narrower(jaxpr: Jaxpr, padded: Padded) -> dict[Any, float]:
-    """Results that are only read in fewer bytes, and so stored in them: by a conversion, which the operation that
-    makes them does itself, or by products whose other factor is narrower."""
+    """Bytes of results whose only reader converts them: the operation that makes one does that itself."""
     readers: dict[Any, list[Any]] = {}
     for equation in jaxpr.eqns:
         for atom in equation.invars:
             if not isinstance(atom, Literal):
                 readers.setdefault(atom, []).append(equation)
     returned = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    narrowed = {}
-    for variable, reading in readers.items():
-        names, whole = {equation.primitive.name for equation in reading}, _bytes(variable, padded)
-        if variable in returned:
-            continue
-        if names == {"convert_element_type"} and len(reading) == 1:
-            narrowed[variable] = min(_bytes(reading[0].outvars[0], padded), whole)
-        elif names == {"dot_general"}:
-            narrowest = min(atom.aval.dtype.itemsize for equation in reading for atom in equation.invars)
-            narrowed[variable] = whole / variable.aval.dtype.itemsize * narrowest
-    return narrowed
+    return {
+        variable: min(_bytes(reading[0].outvars[0], padded), _bytes(variable, padded))
+        for variable, reading in readers.items()
+        if len(reading) == 1 and reading[0].primitive.name == "convert_element_type" and variable not in returned
+    }
 
 
 def _flops_of_product(product: Any, unit: int) -> float:
