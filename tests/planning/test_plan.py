@@ -14,7 +14,7 @@ from affinage.hardware.chips import find_slice
 from affinage.model import ApplyConfig
 from affinage.model.apply_config import with_remat
 from affinage.model.layers.attention import choose
-from affinage.planning.estimate import LADDER, ROOM, present
+from affinage.planning.estimate import REMATS, ROOM, present
 from affinage.planning.plan import compare, make_plan, planned_graph
 
 
@@ -148,9 +148,8 @@ def with_memory(where, size):
 
 def test_remat_auto_takes_the_first_that_fits():
     where, needed = find_slice("v4-8"), {}
-    for remat in LADDER:
-        name = remat if isinstance(remat, str) else json.dumps(remat.model_dump(mode="json"))
-        needed[name] = plan_of(SMALL, "v4-8", f"parallel.remat={name}").memory.total
+    for remat in REMATS:
+        needed[remat] = plan_of(SMALL, "v4-8", f"parallel.remat={remat}").memory.total
     assert needed["none"] > needed["dots"] > needed["block"]
     loaded = load_recipe(SMALL, ["parallel.remat=auto"])
 

@@ -42,7 +42,7 @@ def divided(name, *overrides, recipe=SMALL):
     [
         ("v4-8", ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=1"], ("none", "block")),
         # Where memory decides: little is kept of few rows, and gradients of a micro-batch are nearly all it needs.
-        rarer("v5e-1", ["pretrain.batch_size=512"], ("none", "dots", "block", "full")),
+        rarer("v5e-1", ["pretrain.batch_size=512"], ("none", "dots", "block")),
     ],
     ids=["all fit", "few fit"],
 )

@@ -167,15 +167,14 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
         yield f"{facts.epochs:.2f} epochs over {facts.data_tokens:,} tokens of training data"
     disk = memory_text(made.save_bytes * (made.recipe.runtime.checkpoint.keep_last + 1))
     yield f"a checkpoint takes {memory_text(made.save_bytes)}; those that are kept and the next take {disk} of disk\n"
-    parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size and name != "host"}
+    parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size}
     parts |= {f"estimate: {'fits' if made.fits else 'does not fit'}": memory.total, "a program may take": made.capacity}
-    parts |= {"beside it, in the host's memory": memory.host} if memory.host else {}
     yield Table(("memory of a device", ""), [(name, memory_text(size)) for name, size in parts.items()])
     if report is not None:
         peak = memory_text(report.peak_bytes) if report.peak_bytes else "memory unknown"
         off = f"the estimate is {memory.total / report.peak_bytes - 1:+.1%} off" if report.fits else report.message
         verdict = "fits" if report.fits else "does not fit"
-        yield f"compiler: {verdict}, {peak} after {report.seconds:.0f} s; {off}"
+        yield f"compiler: {verdict}, {peak}; {off}"
         for name, counts in (("collectives", report.collectives), ("attention", report.attention)):
             if counts is not None:
                 yield f"  {name} in the program: {', '.join(f'{n} {kind}' for kind, n in counts.items()) or 'none'}"
@@ -299,7 +298,7 @@ def _capacity(planned: _Planned, where: Slice, width: int, tries: int, as_json: 
     def progress(attempt: "Attempt") -> None:
         report = attempt.report
         fits = f"{'fits' if report.fits else 'refused'}, {memory_text(report.peak_bytes)}"
-        line = f"{attempt.layers} layers, {attempt.parameters / 1e9:.1f}B: {fits}, after {report.seconds:.0f} s"
+        line = f"{attempt.layers} layers, {attempt.parameters / 1e9:.1f}B: {fits}"
         print(line, file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]

@@ -132,14 +132,7 @@ def apply_part(
         with jax.named_scope(node.name):  # by which profiles and plans know what a program's operations are for
             if node.repeat is not None and config.platform == "gpu" and not node.scans(config.platform):
                 own = _cast_matrices(own, graph.parameters.get(node.name, {}), config.compute_dtype)
-            if config.remat_nodes:
-
-                def parts(own: PyTree, shared: Any, inputs: Any, node: Node = node, context: Any = context) -> Any:
-                    return tuple(vars(apply_node(node, own, inputs, replace(context, shared=shared))).values())
-
-                result = Result(*jax.checkpoint(parts)(own, context.shared, inputs))
-            else:
-                result = apply_node(node, own, inputs, context)
+            result = apply_node(node, own, inputs, context)
         made.values[node.name] = result.value
         made.losses.extend(total / jnp.maximum(count, 1.0) for total, count in result.losses.values())
         for name, (total, count) in result.metrics.items():

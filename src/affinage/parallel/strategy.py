@@ -226,8 +226,7 @@ def _schedule(
 
 def _with_block_inputs(remat: Callable[..., Any], primitive: Any, *inputs: Any, **parameters: Any) -> Any:
     """What `remat` keeps, and what every layer begins with: of two policies the outer one holds for what is inside."""
-    choice = remat(primitive, *inputs, **parameters)  # has a `dst` where it is offloaded to the host's memory
-    return True if parameters.get("name") == "block_input" and not hasattr(choice, "dst") else choice
+    return parameters.get("name") == "block_input" or remat(primitive, *inputs, **parameters)
 
 
 def _micro_batches(x: Array, parts: int) -> Array:

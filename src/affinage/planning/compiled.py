@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,7 +66,6 @@ class CompileReport:
     # names and their number in the program, those of a loop once; None if unknown
     collectives: dict[str, int] | None = None
     attention: dict[str, int] | None = None  # kernels of attention and their number, in the same way
-    seconds: float = 0.0  # the compilation took
     message: str = ""  # of the compiler, if it refused
 
 
@@ -127,13 +125,12 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
         parallel=parallel,
     )
     trainer = Trainer(job, mesh, batch)
-    start = time.monotonic()
     try:
         compiled: Any = trainer.compile_training()
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "hbm" not in str(error).lower():
             raise
-        return out_of_memory(str(error), time.monotonic() - start)
+        return out_of_memory(str(error))
     memory, room = compiled.memory_analysis(), where.chip.memory_per_device
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     try:
@@ -146,7 +143,6 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
         peak_bytes=peak,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        seconds=time.monotonic() - start,
         **kernels,
     )
 
@@ -161,11 +157,11 @@ def attention_in(text: str) -> dict[str, int]:
     return dict(collections.Counter(cudnn or splash for cudnn, splash in _ATTENTION.findall(text)))
 
 
-def out_of_memory(message: str, seconds: float = 0.0) -> CompileReport:
+def out_of_memory(message: str) -> CompileReport:
     """The report in the compiler's refusal."""
     needed = _NEEDED.search(message)
     amount = int(float(needed[1]) * _UNITS[needed[2]]) if needed else 0
-    return CompileReport(False, amount, seconds=seconds, message=message.splitlines()[0])
+    return CompileReport(False, amount, message=message.splitlines()[0])
 
 
 # ---- devices that are not here ----

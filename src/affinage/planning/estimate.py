@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from affinage.config.parallel import ParallelSettings, Remat, RematSettings
+from affinage.config.parallel import ParallelSettings, RematPreset
 from affinage.config.training import TrainSettings
 from affinage.hardware.chips import Chip, Slice, chip, cpu, memory_text
 from affinage.model import Graph
@@ -36,8 +36,7 @@ from affinage.training.state import split_params
 from affinage.training.step import replicas_of
 
 MEMORY_ACHIEVABLE = 0.9  # measured on an H100 and an H200: copies at 3.0 of 3.35 and 4.3 of 4.8 TB/s
-HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)
-HOP_SECONDS = 1e-6  # latency of one hop between chips (the same)
+HOP_SECONDS = 1e-6  # latency of one hop between chips ("How to Scale Your Model", ch. 2)
 _LAUNCH = 3e-6  # seconds that a GPU takes to start a kernel, and that pass even if it has little to do
 _TENSOR_SUMS = 4  # of a block's activations in a step: two forward, two backward (Shoeybi et al., 2019)
 _EXCHANGES = 4  # of experts' buffers: there and back, forward and backward
@@ -59,12 +58,11 @@ class Memory:
     logits: int  # of the tokens at hand, and what is computed of them
     buffers: int  # of collectives: weights that are gathered, gradients that are not summed over the devices yet
     working: int  # other values of the layer, or of the part of the loss, at hand
-    host: int = 0  # kept by the forward pass in the host's memory, for this device
 
     @property
     def total(self) -> int:
         """At the peak of a step."""
-        return sum(size for name, size in vars(self).items() if name != "host")
+        return sum(vars(self).values())
 
 
 def step_memory(device: PerDevice) -> Memory:
@@ -80,7 +78,6 @@ def step_memory(device: PerDevice) -> Memory:
         batch=sum(leaf.size * leaf.dtype.itemsize for leaf in batch.values()),
         weight_copies=int(peak.get("weights", 0)),
         **{kind: int(peak.get(kind, 0)) for kind in kinds},
-        host=int(device.traced.offloaded / device.micro_batches),
     )
 
 
@@ -95,7 +92,7 @@ class NodeTime:
     compute: float  # of operations that multiply for longer than they move bytes
     memory: float  # of the others
     launches: float  # of a GPU's kernels that take less than to start them
-    hidden: float  # of collectives, and copies to and from the host, beside the products
+    hidden: float  # of collectives beside the products
     exposed: float  # of collectives that are waited for
     seconds: float  # of the step: of collectives those that are waited for, or longer than the products beside them
     bound: str  # what takes longest: compute, memory, launches or links
@@ -142,8 +139,6 @@ def step_time(device: PerDevice, *, whole: PerDevice | None = None) -> StepTime:
         hidden, pending = hidden + pending, 0.0
         if not computing and node.name != device.graph.loss:
             hidden, pending = 0.0, hidden
-        if node.repeat is not None:
-            hidden = max(hidden, 2 * own.traced.offloaded / shared * where.chip.devices / HOST_BANDWIDTH)
         flops = sum(op.flops * op.times for op in ops[node.name]) * share
         seconds = max(computing, hidden) + exposed
         bounds = {"compute": compute, "memory": memory, "launches": launches, "links": seconds - computing}
@@ -330,15 +325,14 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
 # ---- remat: auto ----
 
 ROOM = 0.9  # of a device's memory that the estimate may take
-# What is computed again, from nothing to most; inputs of blocks can wait in the host's memory if there is another.
-LADDER: tuple[Remat, ...] = ("none", "dots", "block", RematSettings(offload=("block_input",)), "full")
+REMATS: tuple[RematPreset, ...] = ("none", "dots", "block")  # what is computed again, from nothing to most
 
 
 @dataclass(frozen=True)
 class Choice:
     """The setting that `auto` stands for, and the bytes of a device that it needs (estimated) and that there are."""
 
-    remat: Remat
+    remat: RematPreset
     needed: int
     capacity: int
 
@@ -348,10 +342,8 @@ class Choice:
         return self.needed <= ROOM * self.capacity
 
     def __str__(self) -> str:
-        remat = self.remat
-        setting = remat if isinstance(remat, str) else remat.model_dump(mode="json", exclude_defaults=True)
         why = "the least that fits" if self.fits else "nothing fits; this needs least"
-        return f"remat: {setting} ({why}: {memory_text(self.needed)} of {memory_text(self.capacity)}, estimated)"
+        return f"remat: {self.remat} ({why}: {memory_text(self.needed)} of {memory_text(self.capacity)}, estimated)"
 
 
 def choose_remat(device: PerDevice) -> Choice:
@@ -360,9 +352,7 @@ def choose_remat(device: PerDevice) -> Choice:
     If the memory is not known nothing is computed again. Layers that are updated one by one leave no choice.
     """
     capacity, choices = device.where.chip.memory_per_device or 0, []
-    for remat in (LAYERWISE_REMAT,) if device.settings.optimizer_in_backward else LADDER:
-        if device.where.platform == "cpu" and not isinstance(remat, str):
-            continue
+    for remat in (LAYERWISE_REMAT,) if device.settings.optimizer_in_backward else REMATS:
         parallel = device.parallel.model_copy(update={"remat": remat})
         needed = step_memory(dataclasses.replace(device, parallel=parallel)).total
         choices.append(Choice(remat, needed, capacity))
@@ -379,8 +369,8 @@ def remat_for_devices(
     here = Slice("here", present(devices), (len(devices),), (False,), jax.process_count())
     choice = choose_remat(PerDevice(graph, settings, dict(layout.mesh.shape), rows, context, parallel, here))
     if jax.process_count() > 1:
-        index = int(multihost_utils.broadcast_one_to_all(np.int32(LADDER.index(choice.remat))))
-        choice = dataclasses.replace(choice, remat=LADDER[index])
+        index = int(multihost_utils.broadcast_one_to_all(np.int32(REMATS.index(choice.remat))))
+        choice = dataclasses.replace(choice, remat=REMATS[index])
     return choice
 
 

@@ -31,8 +31,7 @@ from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
 _WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128
 _BEFORE_HOPPER = frozenset({"A100 80GB", "A100 40GB", "L4"})
-_MOST_TRACES = 128  # that are kept: devices of many meshes run the same step
-_traces: dict[tuple[Any, ...], tuple[Jaxpr, int]] = {}
+_traces: dict[tuple[Any, ...], tuple[Jaxpr, int]] = {}  # devices of many meshes run the same step
 
 
 @dataclass(frozen=True)
@@ -150,12 +149,10 @@ class PerDevice:
         # What of the parallel settings is in the shapes, or not in the program.
         elsewhere = {"sharding", "xla_flags", "pipeline_micro_batches"}
         texts = (self._local_text, self.settings.model_dump_json(), self.parallel.model_dump_json(exclude=elsewhere))
-        rows, neighbors, parts = self.local_rows // self.stages, self.layout.parts("sequence"), self.pipeline_parts
-        shape = (rows, self.local_seq_len, neighbors, self.stages, parts)
-        key = (*texts, *shape, str(self.apply_config.compute_dtype), self.where.platform, self.apply_config.capability)
+        shape = (self.local_rows // self.stages, self.local_seq_len, self.layout.parts("sequence"), self.stages)
+        config, parts = self.apply_config, self.pipeline_parts
+        key = (*texts, *shape, parts, str(config.compute_dtype), config.platform, config.capability)
         if key not in _traces:
-            if len(_traces) == _MOST_TRACES:
-                _traces.clear()
             _traces[key] = self._trace()
         jaxpr, count = _traces[key]
         shares: dict[tuple[int, ...], float] = {}

@@ -58,10 +58,9 @@ class Op:
 
 @dataclass(frozen=True)
 class Traced:
-    """A program's operations in order, those of loops once with their number of turns, and bytes sent to the host."""
+    """A program's operations in order, those of loops once with their number of turns."""
 
     ops: tuple[Op, ...]
-    offloaded: float = 0.0
 
     @property
     def peak(self) -> Mapping[str, float]:
@@ -100,7 +99,7 @@ def walk(jaxpr: Jaxpr, platform: str, weights: Weights) -> Traced:
         inputs.append(_Value(0.0, "argument", share=share, read=_bytes(variable) * (1.0 if share is None else share)))
     walker = _Walker(platform, weights, padded)
     outputs = walker.run(jaxpr, inputs)
-    return Traced((*walker.finished(), *walker.returned(jaxpr, outputs)), walker.offloaded)
+    return Traced((*walker.finished(), *walker.returned(jaxpr, outputs)))
 
 
 @dataclass(eq=False)
@@ -144,7 +143,6 @@ class _Walker:
         self.platform, self.weights, self.padded, self.scope = platform, weights, padded, scope
         self.steps: list[_Step] = []
         self.copies: dict[_Value, _Value] = {}  # what loops and products read in place of a value
-        self.offloaded = 0.0
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
         """Append the operations of a program; returns the values that leave it."""
@@ -180,12 +178,9 @@ class _Walker:
             if new := [result for result, value in zip(results, arguments, strict=True) if result is not value]:
                 self._append(equation, arguments, new)
             return results
-        offloads = name == "device_put" and any(map(_on_host, (*equation.invars, *equation.outvars)))
-        if offloads:
-            self.offloaded += sum(_bytes(variable, on_host=True) for variable in equation.outvars)
         if name in _PRODUCTS and not on_tpu:
             arguments = [self._in_memory(atom, value) for atom, value in zip(equation.invars, arguments, strict=True)]
-        if not (offloads or name in _STORED or _CUDNN in name):
+        if name not in _STORED and _CUDNN not in name:
             results = [self._fused(size, name, arguments) for size in sizes]
             # A value that is made from much, such as the residual stream of layers that are no loop, is stored after
             # all: every reader would read all of that again.
@@ -259,7 +254,6 @@ class _Walker:
         ]
         inner = _Walker(self.platform, self.weights, self.padded, self.scope)
         outputs = inner.run(body, inputs)
-        self.offloaded += inner.offloaded * turns
         for value, variable in zip(inputs[sliced:], body.invars[sliced:], strict=True):
             if value.share is not None and value.share < 1:  # its other parts come from other devices
                 value.size = value.narrowed or _bytes(variable, self.padded)
@@ -357,15 +351,9 @@ def _shape(variable: Any) -> tuple[int, ...]:
     return getattr(variable.aval, "shape", ())
 
 
-def _on_host(variable: Any) -> bool:
-    return getattr(variable.aval, "memory_space", None) == jax.memory.Space.Host
-
-
-def _bytes(variable: Any, padded: Padded = frozenset(), *, on_host: bool = False) -> float:
-    """Bytes in the device's memory, or in the host's."""
+def _bytes(variable: Any, padded: Padded = frozenset()) -> float:
     aval = variable.aval
-    typed = hasattr(aval, "dtype") and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    if not typed or _on_host(variable) != on_host:
+    if not hasattr(aval, "dtype") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return 0.0
     # Also what a kernel reads with heads and positions swapped: it is laid out for the kernel where it is made.
     of_kernel = aval.shape[-2:] in padded or (aval.shape[-3:-2] + aval.shape[-1:]) in padded
