@@ -156,7 +156,6 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
     shape = "x".join(map(str, where.shape))
     chips = f"{where.chips} × {where.chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
     yield f"{made.recipe.name} on {where.name}: {chips}; mesh: {_mesh(made.device.sizes) or 'one device'}"
-    yield from [str(made.choice)] if made.choice else []
     yield f"{extent}\n"
     whole = f" ({facts.parameters:,} in total)" if facts.active != facts.parameters else ""
     steps = f"{counted(facts.steps, 'step')} × {counted(facts.rows, 'row')} × {facts.context:,} tokens"

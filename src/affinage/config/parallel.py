@@ -28,7 +28,7 @@ class RematSettings(Settings):
 
 
 RematPreset = Literal["none", "dots", "block"]
-RematChoice = RematPreset | RematSettings | Literal["auto"]  # auto: as the planner says for the devices
+Remat = RematPreset | RematSettings
 
 
 class ParallelSettings(Settings):
@@ -43,8 +43,8 @@ class ParallelSettings(Settings):
     each stage."""
     pipeline_rounds: int = Field(default=1, ge=1)
     """Times that each part passes the stages: more make the bubble smaller, and the traffic larger."""
-    remat: RematChoice = "none"
+    remat: Remat = "none"
     """What the backward pass computes again instead of keeping it. none: nothing; dots: in a block all but results of
-    its matrix products; block: all but a block's input. auto: the first that fits by the planner's estimate."""
+    its matrix products; block: all but a block's input. `affinage plan --search` chooses."""
     xla_flags: dict[str, bool | int | str] = {}
     """Options of XLA by their names, besides those of `affinage.parallel.strategy`."""

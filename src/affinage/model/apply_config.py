@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import checkpoint_policies as policies
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from affinage.config.parallel import ActivationName, RematChoice
+from affinage.config.parallel import ActivationName, Remat
 from affinage.config.training import AttentionImplementation
-from affinage.errors import UserError
 
 # A nested dict with arrays, declarations, axes ... at its leaves. Values differ by use, the nesting does not.
 PyTree: TypeAlias = dict[str, Any]
@@ -102,11 +101,8 @@ class ApplyConfig:
         return self.platform == "cpu" and self.layout.parts("sequence") == self.layout.parts("residual") == 1
 
 
-def with_remat(config: ApplyConfig, remat: RematChoice) -> ApplyConfig:
-    """The config with layers that keep no more than the setting names, or a UserError."""
-    if remat == "auto":
-        fix = "A recipe's trainings and plans choose. Here name one: none, dots or block."
-        raise UserError("`auto` was not chosen for these devices", where="parallel.remat", fix=fix)
+def with_remat(config: ApplyConfig, remat: Remat) -> ApplyConfig:
+    """The config with layers that keep no more than the setting names."""
     if isinstance(remat, str):
         attended = policies.save_only_these_names("attended", STATISTICS)
         dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)

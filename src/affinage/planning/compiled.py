@@ -111,9 +111,6 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
     mesh = make_mesh(sizes, _devices_of(where))
     shapes = batch_shapes(graph, rows_per_step(settings, mesh.size), seq_len)
     batch = {key: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for key, leaf in shapes.items()}
-    parallel = loaded.recipe.parallel
-    if parallel.remat == "auto":
-        parallel = make_plan(loaded.recipe, graph, where).device.parallel
     job = TrainJob(
         graph=graph,
         settings=settings,
@@ -122,7 +119,7 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
         feed=None,  # type: ignore[arg-type]
         folder=Path(),
         name=name,
-        parallel=parallel,
+        parallel=loaded.recipe.parallel,
     )
     trainer = Trainer(job, mesh, batch)
     try:

@@ -1,37 +1,29 @@
-"""Memory and time of a training step on one device, from the operations of its trace; and `parallel.remat: auto`.
+"""Memory and time of a training step on one device, from the operations of its trace.
 
 Memory is the most that is live at once. Time is the sum over operations of the longer of multiplying and moving bytes:
 matrix products reach `Chip.achievable` of the peak and the memory reaches MEMORY_ACHIEVABLE of its bandwidth. The
 collectives that XLA runs beside a node's products take the time that these leave uncovered; the others are added.
 """
 
-import dataclasses
 import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 
-from affinage.config.parallel import ParallelSettings, RematPreset
-from affinage.config.training import TrainSettings
-from affinage.hardware.chips import Chip, Slice, chip, cpu, memory_text
-from affinage.model import Graph
+from affinage.hardware.chips import Chip, Slice, chip, cpu
 from affinage.model.forward import batch_shapes
 from affinage.model.graph import Node
 from affinage.model.layer import parameters_in
 from affinage.model.layers.dense import Embedding, LearnedPositions
 from affinage.model.layers.moe import MoeSettings
-from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import AXES, REPLICAS, STAGES
 from affinage.planning.per_device import PerDevice
 from affinage.planning.trace import Op
-from affinage.training.layerwise import LAYERWISE_REMAT
 from affinage.training.state import split_params
 from affinage.training.step import replicas_of
 
@@ -322,66 +314,14 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     return hidden, exposed
 
 
-# ---- remat: auto ----
-
-ROOM = 0.9  # of a device's memory that the estimate may take
-REMATS: tuple[RematPreset, ...] = ("none", "dots", "block")  # what is computed again, from nothing to most
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The setting that `auto` stands for, and the bytes of a device that it needs (estimated) and that there are."""
-
-    remat: RematPreset
-    needed: int
-    capacity: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether the estimate leaves some room."""
-        return self.needed <= ROOM * self.capacity
-
-    def __str__(self) -> str:
-        why = "the least that fits" if self.fits else "nothing fits; this needs least"
-        return f"remat: {self.remat} ({why}: {memory_text(self.needed)} of {memory_text(self.capacity)}, estimated)"
-
-
-def choose_remat(device: PerDevice) -> Choice:
-    """The first setting of the ladder whose estimate stays below 90 % of a device's memory.
-
-    If the memory is not known nothing is computed again. Layers that are updated one by one leave no choice.
-    """
-    capacity, choices = device.where.chip.memory_per_device or 0, []
-    for remat in (LAYERWISE_REMAT,) if device.settings.optimizer_in_backward else REMATS:
-        parallel = device.parallel.model_copy(update={"remat": remat})
-        needed = step_memory(dataclasses.replace(device, parallel=parallel)).total
-        choices.append(Choice(remat, needed, capacity))
-        if not capacity or choices[-1].fits:
-            return choices[-1]
-    return min(choices, key=lambda choice: choice.needed)
-
-
-def remat_for_devices(
-    graph: Graph, settings: TrainSettings, parallel: ParallelSettings, layout: MeshLayout, rows: int, context: int
-) -> Choice:
-    """The same for the devices of a mesh that are here. All hosts take what the first of them chose."""
-    devices = list(layout.mesh.devices.flat)
-    here = Slice("here", present(devices), (len(devices),), (False,), jax.process_count())
-    choice = choose_remat(PerDevice(graph, settings, dict(layout.mesh.shape), rows, context, parallel, here))
-    if jax.process_count() > 1:
-        index = int(multihost_utils.broadcast_one_to_all(np.int32(REMATS.index(choice.remat))))
-        choice = dataclasses.replace(choice, remat=REMATS[index])
-    return choice
-
-
 def present(devices: Sequence[jax.Device]) -> Chip:
     """The chip of these devices, with the memory that they report if the table does not know it."""
     first = devices[0]
     if first.platform == "cpu":
         here = [device for device in devices if device.process_index == first.process_index]
-        return dataclasses.replace(cpu(), usable_bytes=(cpu().usable_bytes or 0) // len(here))
+        return replace(cpu(), usable_bytes=(cpu().usable_bytes or 0) // len(here))
     known = chip(first.device_kind)
     if known.memory_per_device is None or first.platform == "gpu":
         limit = (first.memory_stats() or {}).get("bytes_limit")
-        return known if limit is None else dataclasses.replace(known, usable_bytes=limit)
+        return known if limit is None else replace(known, usable_bytes=limit)
     return known

@@ -16,7 +16,7 @@ from affinage.errors import UserError
 from affinage.hardware.chips import COMPARED, Slice, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
 from affinage.model.graph import parameters, preference_graph
-from affinage.planning.estimate import Choice, Memory, StepTime, choose_remat, step_memory, step_time
+from affinage.planning.estimate import Memory, StepTime, step_memory, step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.trace import padding
 from affinage.training.state import split_params
@@ -72,7 +72,6 @@ class Plan:
     facts: Facts
     contradictions: dict[str, str]  # of the recipe's claims, by their keys
     price: float | None  # US dollars per chip and hour, None if it is not known
-    choice: Choice | None  # what `remat: auto` stands for here
     capacity: int  # bytes that a program may take on one device
     fits: bool  # the estimate stays below the capacity
     nearly_full: bool  # it fits by less than estimates are sometimes off
@@ -88,9 +87,8 @@ class Plan:
         """What may go wrong, or could go better, one line each."""
         device, time, unit = self.device, self.time, self.device.matrix_unit
         if not self.fits:
-            remat = "" if self.choice else ", or `--set parallel.remat=auto` to compute activations again"
             excess = memory_text(self.memory.total - self.capacity)
-            yield f"does not fit: {excess} too much; find settings that fit with --search{remat}"
+            yield f"does not fit: {excess} too much; find settings that fit with --search"
         elif self.nearly_full:
             yield "nearly full: check with the compiler whether it fits, with --compile"
         products = [(op.kind == "pallas_call", op.times * op.flops) for op in device.traced.ops]
@@ -188,10 +186,6 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     """
     section, settings, seq_len = training_settings(recipe)
     device = per_device(graph, settings, recipe.mesh, seq_len, where, recipe.parallel)
-    choice = choose_remat(device) if recipe.parallel.remat == "auto" else None
-    if choice is not None:
-        parallel = recipe.parallel.model_copy(update={"remat": choice.remat})
-        device = dataclasses.replace(device, parallel=parallel)
     facts = facts_of(graph, settings, device.rows, device.seq_len, data_tokens)
     # The claims are about pretraining.
     claimed = dict(contradictions(facts, recipe.claims)) if recipe.claims and section == "pretrain" else {}
@@ -212,7 +206,6 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
         facts=facts,
         contradictions=claimed,
         price=price,
-        choice=choice,
         capacity=capacity,
         fits=memory.total <= capacity,
         nearly_full=NEARLY_FULL * capacity < memory.total <= capacity,

@@ -18,13 +18,14 @@ from affinage.errors import UserError
 from affinage.hardware.chips import Slice, find_slice
 from affinage.model import Graph
 from affinage.parallel.sharding import AXES
-from affinage.planning.estimate import REMATS, step_time
+from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, training_settings
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.state import split_params
 
+REMATS: tuple[RematPreset, ...] = ("none", "dots", "block")  # from what keeps most to what keeps least
 MOST_MICRO_BATCHES = 64
 MOST_STAGES = 16  # of a pipeline: more wait longer than other axes do
 MOST_CHIPS = 4096  # of a curve
