@@ -3,7 +3,6 @@
 import pytest
 from small_plans import plan_of
 
-from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 
@@ -34,8 +33,6 @@ def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent
 
 def test_the_mesh_is_of_the_heads():
     assert shape(10240, find_slice("v4-128"))[-1] == "mesh={fsdp: 4, tensor: 16}"
-    with pytest.raises(UserError, match="heads"):
-        shape(10248, find_slice("v4-128"))
 
 
 def test_the_estimate_knows_that_layers_are_updated_in_place():

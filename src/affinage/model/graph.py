@@ -319,8 +319,8 @@ def analyze(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     for node in graph.nodes:
-        cost = node.layer.cost(graph.input_shapes(node), {BATCH: batch, SEQUENCE: context}) * node.layers
-        flops = cost.matmul + cost.attention
+        cost = node.layer.cost(graph.input_shapes(node), {BATCH: batch, SEQUENCE: context})
+        flops = (cost.matmul + cost.attention) * node.layers
         row = {"name": node.name, "kind": node.layer.kind_name, "inputs": [*node.inputs], "repeat": node.layers}
         row |= {"shape": str(graph.shapes[node.name]), "flops": flops}
         row["parameters"] = sum(parameter.size for parameter in parameters_in(graph.parameters.get(node.name, {})))

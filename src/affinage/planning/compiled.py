@@ -224,20 +224,8 @@ _SHARE_OF_STATE = 0.92  # of a device's memory, where the first proposal is
 FAX = {("v4-16", 5120): (13.7e9, 0.87), ("v4-128", 10240): (86.6e9, 1.52), ("v4-512", 16384): (340.0e9, 6.21)}
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A number of layers, the model's parameters, and what the compiler reported."""
-
-    layers: int
-    parameters: int
-    report: CompileReport
-
-
 def shape(width: int, where: Slice) -> list[str]:
-    """The overrides for a model of `width`, heads of 128, and a mesh of `tensor` and, beside it, `fsdp`."""
-    if width % HEAD:
-        fix = f"Take a multiple of {HEAD}, such as {width // HEAD * HEAD + HEAD}."
-        raise UserError(f"width {width} has no whole heads of {HEAD}", where="--width", fix=fix)
+    """The overrides for a model of `width`, with heads of 128, and a mesh of `tensor` and, beside it, `fsdp`."""
     heads = width // HEAD
     tensor = math.gcd(heads, where.devices, _MOST_TENSOR)
     ffn = math.ceil(_FFN * width / _FFN_MULTIPLE) * _FFN_MULTIPLE
@@ -255,15 +243,15 @@ def capacity(
     where: Slice,
     *,
     tries: int = 6,
-    on_attempt: Callable[[Attempt], None] = lambda _: None,
-) -> tuple[list[Attempt], Attempt, list[str], Plan]:
+    on_attempt: Callable[[int, int, CompileReport], None] = lambda *_: None,
+) -> tuple[dict[int, CompileReport], int, list[str], Plan]:
     """Search the most layers, a multiple of 2, that the slice's compiler accepts; the state's bytes propose.
 
     The recipe has one repeated node called `blocks`; `overrides` are those of `shape`, and the user's. The search ends
     when the next larger model was refused, or after `tries` compilations. UserError: none was found that fits.
 
-    Returns all attempts in their order, the one with the most layers that fits, its overrides beside the recipe's, and
-    its estimate, for the time of a step.
+    Returns the reports by numbers of layers, the most layers that fit, their overrides beside the recipe's, and their
+    estimate, for the time of a step. `on_attempt` is called with layers, parameters and the report.
     """
 
     def model(layers: int) -> tuple[list[str], Recipe, Graph]:
@@ -284,23 +272,21 @@ def capacity(
     two, four = state_bytes(2), state_bytes(4)
     per_layer, room = (four - two) / 2, where.chip.memory_per_device or 0
     layers = whole((_SHARE_OF_STATE * room - (2 * two - four)) / per_layer)
-    attempts: list[Attempt] = []
+    reports: dict[int, CompileReport] = {}
     low, high = 0, math.inf  # layers that fit, and that do not
-    while high - low > _STEP and len(attempts) < tries:
+    while high - low > _STEP and len(reports) < tries:
         settings, _, graph = model(layers)
-        attempts.append(Attempt(layers, parameters(graph).total, compile_on(recipe, settings, where)))
-        on_attempt(attempts[-1])
-        report = attempts[-1].report
-        low, high = (max(low, layers), high) if report.fits else (low, min(high, layers))
+        report = reports[layers] = compile_on(recipe, settings, where)
+        on_attempt(layers, parameters(graph).total, report)
+        low, high = (layers, high) if report.fits else (low, layers)
         # By the peak that the compiler reported, else in halves.
         proposed = layers + (room - report.peak_bytes) / per_layer if report.peak_bytes else (low + high) / 2
         layers = int(min(max(whole(proposed), low + _STEP), high - _STEP))
-    largest = max((each for each in attempts if each.report.fits), key=lambda each: each.layers, default=None)
-    if largest is None:
-        what = f"none of {', '.join(str(each.layers) for each in attempts)} layers fits {where.name}"
+    if not low:
+        what = f"none of {', '.join(map(str, reports))} layers fits {where.name}"
         raise UserError(what, where="--on", fix="Take a larger slice or a smaller width.")
-    settings, made, graph = model(largest.layers)
-    return attempts, largest, settings, make_plan(made, graph, where)
+    settings, made, graph = model(low)
+    return reports, low, settings, make_plan(made, graph, where)
 
 
 if __name__ == "__main__":  # with JSON of recipe, overrides and slice; the last line that it prints is the answer

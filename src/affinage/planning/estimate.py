@@ -179,10 +179,7 @@ class Links:
     single: float  # bytes/s of one link, in one direction
 
     def all_gather(self, whole: float) -> float:
-        """Seconds until every device has the array of `whole` bytes of which each had its part.
-
-        A reduce-scatter takes as long: it is an all-gather backwards.
-        """
+        """Seconds until every device has the array of `whole` bytes of which each had its part, or for the reverse."""
         if self.size == 1:
             return 0.0
         return whole * (self.size - 1) / self.size / self.bandwidth + self.hops * HOP_SECONDS
@@ -192,10 +189,8 @@ class Links:
         return 2 * self.all_gather(whole)
 
     def all_to_all(self, whole: float) -> float:
-        """Seconds to exchange parts of an array that has `whole` bytes over all devices of the axis.
-
-        On a ring a quarter of an all-gather: parts go half the way on average, each over half the links.
-        """
+        """Seconds to exchange an array of `whole` bytes: on a ring a quarter of an all-gather, as parts go half the way
+        on average, each over half the links."""
         return self.all_gather(max(0.25, 1 / self.size) * whole)
 
 

@@ -26,7 +26,7 @@ from affinage.parallel.sharding import AXES, STAGES, TABLE, axis_sizes, table_wi
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
-from affinage.training.state import ParamSplit, TrainState, abstract_state, split_params
+from affinage.training.state import TrainState, abstract_state, split_params
 from affinage.training.trainer import compute_dtype, optimizer_of, step_of
 
 _WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128
@@ -84,11 +84,6 @@ class PerDevice:
     @cached_property
     def local_graph(self) -> Graph:
         """The model that one device multiplies with: its layers, heads, hidden units, ids and experts."""
-        return _parsed(self._local_text)
-
-    @cached_property
-    def _local_text(self) -> str:
-        """JSON of the local model: the settings of nodes divided along the logical axes of their parameters."""
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
             if isinstance(entry.get("vocab"), int):
@@ -108,17 +103,13 @@ class PerDevice:
                 entry["repeat"] //= self.stages
                 if self.where.platform == "gpu":
                     entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
-        return json.dumps(graph)
-
-    @cached_property
-    def split(self) -> ParamSplit:
-        """What is trained of the whole model."""
-        return split_params(self.graph, self.settings)
+        return _parsed(json.dumps(graph))
 
     @cached_property
     def state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state of the whole model; raises UserError if a size does not divide."""
-        return abstract_state(self.split, self.settings, optimizer_of(self.split, self.settings), self.layout)
+        split = split_params(self.graph, self.settings)
+        return abstract_state(split, self.settings, optimizer_of(split, self.settings), self.layout)
 
     def bytes_of(self, tree: Any) -> int:
         """Bytes on one device of a part of the state."""
@@ -148,10 +139,10 @@ class PerDevice:
         """The operations of the step of one device; all devices have equal ones."""
         # What of the parallel settings is in the shapes, or not in the program.
         elsewhere = {"sharding", "xla_flags", "pipeline_micro_batches"}
-        texts = (self._local_text, self.settings.model_dump_json(), self.parallel.model_dump_json(exclude=elsewhere))
+        program = (self.local_graph, self.settings.model_dump_json(), self.parallel.model_dump_json(exclude=elsewhere))
         shape = (self.local_rows // self.stages, self.local_seq_len, self.layout.parts("sequence"), self.stages)
         config, parts = self.apply_config, self.pipeline_parts
-        key = (*texts, *shape, parts, str(config.compute_dtype), config.platform, config.capability)
+        key = (*program, *shape, parts, str(config.compute_dtype), config.platform, config.capability)
         if key not in _traces:
             _traces[key] = self._trace()
         jaxpr, count = _traces[key]
@@ -226,7 +217,7 @@ def per_device(
     device.layout.check(graph, rows, device.micro_batches, seq_len)
     if device.stages > 1:
         device.pipeline.check(graph, rows // device.micro_batches, device.layout)
-    check_update(device.split, settings, in_stages=device.stages > 1)
+    check_update(split_params(graph, settings), settings, in_stages=device.stages > 1)
     return device
 
 

@@ -127,7 +127,14 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Can
     remats = (LAYERWISE_REMAT,) if settings.optimizer_in_backward else REMATS
     rows = rows_per_step(settings, where.devices)
     micro_batches = [n for n in range(1, min(rows, MOST_MICRO_BATCHES) + 1) if rows % n == 0]
-    for mesh, parts in itertools.product(_meshes(graph, where.devices), micro_batches):
+    divisors = [n for n in range(1, where.devices + 1) if where.devices % n == 0]
+    layers = [node.layers for node in graph.nodes if node.repeat is not None]
+    stages = [n for n in divisors if layers and n <= MOST_STAGES and not any(each % n for each in layers)]
+    choices = dict.fromkeys(AXES, divisors) | {"pipeline": stages or [1]}
+    if "experts" not in str(graph.parameters):
+        choices["expert"] = [1]
+    meshes = (sizes for sizes in itertools.product(*choices.values()) if math.prod(sizes) == where.devices)
+    for mesh, parts in itertools.product(meshes, micro_batches):
         split = Candidate(mesh, parts, "none").put_into(recipe)
         try:
             device = per_device(graph, training_settings(split)[1], split.mesh, seq_len, where, split.parallel)
@@ -148,16 +155,6 @@ def order(candidate: Candidate, seconds: float) -> Order:
         tuple(reversed(candidate.mesh)),
         candidate.micro_batches,
     )
-
-
-def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    layers = [node.layers for node in graph.nodes if node.repeat is not None]
-    stages = [n for n in divisors if layers and n <= MOST_STAGES and not any(each % n for each in layers)]
-    choices = dict.fromkeys(AXES, divisors) | {"pipeline": stages or [1]}
-    if "experts" not in str(graph.parameters):
-        choices["expert"] = [1]
-    return (sizes for sizes in itertools.product(*choices.values()) if math.prod(sizes) == devices)
 
 
 # ---- curves ----
