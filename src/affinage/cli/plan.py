@@ -17,7 +17,7 @@ from affinage.hardware.chips import Slice, find_slice, memory_text
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.model import Graph
-    from affinage.planning.compiled import Attempt, CompileReport
+    from affinage.planning.compiled import CompileReport
     from affinage.planning.plan import Plan, Training
 
 _BEST = 3  # settings that --search prints
@@ -294,22 +294,21 @@ def _capacity(planned: _Planned, where: Slice, width: int, tries: int, as_json: 
         fix = "affinage plan capacity --width ..."
         raise UserError(f"{planned.name} has no node `blocks`", where="--width", fix=fix)
 
-    def progress(attempt: "Attempt") -> None:
-        report = attempt.report
+    def progress(layers: int, parameters: int, report: "CompileReport") -> None:
         fits = f"{'fits' if report.fits else 'refused'}, {memory_text(report.peak_bytes)}"
-        line = f"{attempt.layers} layers, {attempt.parameters / 1e9:.1f}B: {fits}"
-        print(line, file=sys.stderr, flush=True)
+        print(f"{layers} layers, {parameters / 1e9:.1f}B: {fits}", file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]
-    tried, largest, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
-    facts = {"layers": largest.layers, "parameters": largest.parameters, "seconds": made.time.seconds}
-    model = f"{largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"
+    reports, layers, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
+    facts: dict[str, Any] = {"layers": layers, "parameters": made.facts.parameters, "seconds": made.time.seconds}
+    model = f"{made.facts.parameters / 1e9:.1f}B parameters, {layers} layers of width {width}"
     view = [f"\n{where.name}: {model}; predicted: {made.time.seconds:.2f} s a step"]
     if (where.name, width) in FAX:  # its feed-forward width and heads are not published
         parameters, seconds = FAX[where.name, width]
-        facts["times_fax"] = largest.parameters / parameters
+        facts["times_fax"] = made.facts.parameters / parameters
         times = f"{facts['times_fax']:.2f} times as many"
         view.append(f"FAX reached {parameters / 1e9:.1f}B at {seconds:.2f} s a step: {times}.")
     words = [word for each in chosen for word in ("--set", each)]
     view.append("\n" + command("plan", planned.name, "--on", where.name, *words))
-    emit(facts | {"overrides": chosen, "attempts": [asdict(each) for each in tried]}, as_json, view)
+    facts |= {"overrides": chosen, "attempts": {tried: vars(report) for tried, report in reports.items()}}
+    emit(facts, as_json, view)
