@@ -53,8 +53,8 @@ REPLICAS = "data"  # the mesh axis along which stand copies of the model, unless
 def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> Mesh:
     """A mesh with every axis of `AXES`, of size 1 where `sizes` does not name it; `devices` of all hosts.
 
-    At most one size may be "auto", which takes the devices that the others leave; without it one host may use only the
-    first of its devices. Raises a UserError where the sizes do not multiply to the number of devices.
+    One size may be "auto", which takes the devices that the others leave; without it one host may leave some.
+    UserError: the sizes do not multiply to the number of devices.
     """
     full = axis_sizes(sizes, len(devices), all_of_them=jax.process_count() > 1)
     shape = tuple(full.values())
@@ -86,10 +86,7 @@ def axis_sizes(sizes: Mapping[str, int | str], count: int, *, all_of_them: bool)
 
 
 def table_with(replaced: Lines) -> Table:
-    """The sharding table with the lines that a recipe replaces.
-
-    UserError: one mesh axis would split both the rows and the positions of an activation.
-    """
+    """The sharding table with the lines that a recipe replaces; UserError: an axis would split rows and positions."""
     table = {**TABLE, **{str(axis): (*mesh_axes,) for axis, mesh_axes in replaced.items()}}
     if "expert_rows" not in replaced:
         table["expert_rows"] = tuple(axis for axis in table["batch"] if axis not in table["experts"])
@@ -114,8 +111,8 @@ class MeshLayout(Layout):
     def spec(self, axes: Axes, without: Collection[str] = ()) -> PartitionSpec:
         """The split of an array with the given logical axes; None in `axes` is never split.
 
-        A mesh axis splits an array once: where two logical axes claim it, the one further left has it. Mesh axes of
-        size 1 are left out, so that specs of equal meaning are equal, and so are those of `without`.
+        Where two logical axes claim a mesh axis, the one further left has it. Mesh axes of size 1 are left out, so that
+        specs of equal meaning are equal, and so are those of `without`.
         """
         taken: set[str] = set()
         parts: list[tuple[str, ...] | str | None] = []
@@ -134,10 +131,8 @@ class MeshLayout(Layout):
         return NamedSharding(self.mesh, self.spec(("batch",)))
 
     def param_shardings(self, axes: PyTree, abstract: PyTree) -> PyTree:
-        """A NamedSharding for every parameter, of trees of its logical axes and of `jax.ShapeDtypeStruct`.
-
-        UserError: a size does not divide over its mesh axes.
-        """
+        """A NamedSharding for every parameter, of trees of logical axes and of `jax.ShapeDtypeStruct`; UserError: a size
+        does not divide over its mesh axes."""
 
         def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: Axes) -> NamedSharding:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -150,11 +145,8 @@ class MeshLayout(Layout):
         return jax.tree_util.tree_map_with_path(one, abstract, axes)
 
     def check(self, graph: Graph, rows: int, micro_batches: int, seq_len: int) -> None:
-        """Refuse, by a UserError, a batch that does not split evenly over the mesh, or an axis that splits nothing.
-
-        All devices of such an axis would do the same work; that of a pipeline is left to `Pipeline.check`. `seq_len`:
-        tokens of a row, 0 of models without.
-        """
+        """Refuse, by a UserError, a batch that does not split evenly over the mesh, or an axis that splits nothing, for
+        rows of `seq_len` tokens, 0 of models without; the stages of a pipeline are left to `Pipeline.check`."""
         self.check_rows(rows, micro_batches)
         used = {"batch", *(name for parameter in parameters_in(graph.parameters) for name in parameter.axes if name)}
         if any(SEQUENCE in shape.dims for _, shape in graph.inputs):
@@ -266,9 +258,8 @@ def serving_layout(
 ) -> tuple[MeshLayout, Any]:
     """How a model is used that was trained on a mesh of these sizes: the layout, and its parameters' shardings.
 
-    Generation has neither stages nor long sequences to split: the devices of `pipeline` and `context` split the
-    weights as `fsdp` does, or, where a width does not divide, hold copies as `data`. `replaced` are the recipe's lines
-    of the sharding table.
+    The devices of `pipeline` and `context` split the weights as `fsdp` does, or, where a width does not divide, hold
+    copies as `data`. `replaced` are the recipe's lines of the sharding table.
     """
     table, shape = serving_table(replaced), dict(make_mesh(sizes, devices).shape)
     folded = shape[STAGES] * shape["context"]

@@ -191,11 +191,8 @@ class Pipeline(Strategy):
 def _schedule(
     run: Callable[..., Any], waiting: Float[Array, "P M b S D"], stages: int, rounds: int
 ) -> tuple[Float[Array, "M b S D"], Any, Any]:
-    """All ticks: what the last stage makes of the micro-batches that wait at the first one, and sums of by-products.
-
-    In tick t stage i is at its piece of work t - i; before the first and after the last one it works on whatever is
-    there, and nothing reads that.
-    """
+    """What the last stage makes of the micro-batches that wait at the first one, and sums of by-products. In tick t
+    stage i is at its piece of work t - i; what it computes before the first and after the last one nothing reads."""
     own, parts = waiting.shape[:2]
     number = jnp.arange(own)
     first = (number == 0).reshape(-1, 1, 1, 1)

@@ -1,6 +1,4 @@
-"""The real training step, compiled for hardware that need not be here: it fits or not, and what the program does.
-
-Also the largest model of a width that a slice's compiler accepts.
+"""The real training step, compiled for hardware that need not be here, and the largest model that its compiler accepts.
 
 The compilers of TPUs (libtpu) and of GPUs (JAX's CUDA plug-in) run on any Linux machine. Each compilation is a process
 of its own (`python -m affinage.planning.compiled`): libtpu writes to standard error as it likes and cannot be unloaded.
@@ -247,11 +245,10 @@ def capacity(
 ) -> tuple[dict[int, CompileReport], int, list[str], Plan]:
     """Search the most layers, a multiple of 2, that the slice's compiler accepts; the state's bytes propose.
 
-    The recipe has one repeated node called `blocks`; `overrides` are those of `shape`, and the user's. The search ends
-    when the next larger model was refused, or after `tries` compilations. UserError: none was found that fits.
+    The recipe has one repeated node called `blocks`; `overrides` are those of `shape`, and the user's. `on_attempt` is
+    called with layers, parameters and the report. UserError: none fits of as many as `tries` models.
 
-    Returns the reports by numbers of layers, the most layers that fit, their overrides beside the recipe's, and their
-    estimate, for the time of a step. `on_attempt` is called with layers, parameters and the report.
+    Returns the reports by numbers of layers, the most layers that fit, their overrides, and their estimate.
     """
 
     def model(layers: int) -> tuple[list[str], Recipe, Graph]:

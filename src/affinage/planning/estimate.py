@@ -105,11 +105,8 @@ class StepTime:
 
 
 def step_time(device: PerDevice, *, whole: PerDevice | None = None) -> StepTime:
-    """The time of one training step.
-
-    `whole` is a step of one device whose operations are taken in place of the step's own, divided over its devices: a
-    bound that needs no trace of the step itself.
-    """
+    """The time of one training step; with the operations of a `whole` step of one device, divided over the devices, in
+    place of the step's own it is a bound that needs no trace of the step itself."""
     own, where = whole or device, device.where
     shared = math.prod(device.sizes.values()) / math.prod(own.sizes.values())
     links = links_of(where, device.sizes)
@@ -310,13 +307,10 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
 
 
 def present(devices: Sequence[jax.Device]) -> Chip:
-    """The chip of these devices, with the memory that they report if the table does not know it."""
+    """The chip of these devices, with the memory that they report."""
     first = devices[0]
     if first.platform == "cpu":
         here = [device for device in devices if device.process_index == first.process_index]
         return replace(cpu(), usable_bytes=(cpu().usable_bytes or 0) // len(here))
-    known = chip(first.device_kind)
-    if known.memory_per_device is None or first.platform == "gpu":
-        limit = (first.memory_stats() or {}).get("bytes_limit")
-        return known if limit is None else replace(known, usable_bytes=limit)
-    return known
+    known, limit = chip(first.device_kind), (first.memory_stats() or {}).get("bytes_limit")
+    return known if limit is None else replace(known, usable_bytes=limit)

@@ -232,13 +232,10 @@ def _parsed(text: str) -> Graph:
 
 @dataclass(frozen=True)
 class _DeviceLayout(MeshLayout):
-    """The layout of one device, which has everything whole; what goes to others in a run goes over named axes.
+    """The layout of one device, which has everything whole; what goes to others in a run goes over named axes."""
 
-    `neighbors` are devices that the positions of a row lie on; the device has one of `pipeline` stages.
-    """
-
-    neighbors: int = 1
-    pipeline: int = 1
+    neighbors: int = 1  # devices that the positions of a row lie on
+    pipeline: int = 1  # stages, of which the device has one
 
     __hash__ = MeshLayout.__hash__
 

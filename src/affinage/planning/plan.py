@@ -229,11 +229,8 @@ def forecast(
     device_kind: str,
     devices: int,
 ) -> tuple[Memory, StepTime] | None:
-    """The estimate for a training on the devices that it runs on, or ran on; None for chips that no table knows.
-
-    A processor is one device, however many JAX is set to see in it: they share its cores. Its speed is measured now, in
-    seconds of its own: the estimate is for an idle one. `rows` are of a step, and `context` is the tokens of a row.
-    """
+    """The estimate for a training on the devices that it ran on, `rows` of `context` tokens in a step; None for chips
+    that no table knows. A processor is one device, whose speed is measured now."""
     where = slice_of(device_kind, devices)
     if where is None:
         return None

@@ -1,7 +1,4 @@
-"""The fastest ways to split a training over a slice, and over ever larger slices.
-
-A search goes over meshes x micro-batches x recomputation.
-"""
+"""The fastest meshes, micro-batches and recomputation of a training on a slice, and on ever larger slices."""
 
 import itertools
 import json
@@ -78,10 +75,8 @@ def search(
     """The `count` fastest settings that take at most 90 % of a device's memory, best first, by the estimate.
 
     Candidates are estimated in the order of a time that they cannot stay below, until the best are known: the result is
-    the same as if all had been estimated. Twice the micro-batches must save 1 %; equals are ordered by what recomputes
-    less and has the simpler mesh. A sharding table of the recipe's is kept, and so are the rounds and micro-batches of
-    its pipeline. `progress` is called with lines about the state of the search. UserError: nothing fits, or settings go
-    with no way to split.
+    the same as if all had been estimated. Twice the micro-batches must save 1 %. A sharding table of the recipe's is
+    kept, and so are the rounds and micro-batches of its pipeline. UserError: nothing fits, or nothing divides.
 
     Returns the best, the number of candidates, and of those that were estimated in full.
     """

@@ -133,11 +133,8 @@ class _Step:
 
 
 class _Walker:
-    """The stored operations of a jaxpr, in order.
-
-    TPUs pad the rows of kernels. On GPUs and CPUs a matrix product reads factors from memory; on TPUs it computes
-    element-wise operations on its factors itself.
-    """
+    """The stored operations of a jaxpr, in order. On GPUs and CPUs a matrix product reads factors from memory; on TPUs
+    it computes element-wise operations on its factors itself."""
 
     def __init__(self, platform: str, weights: Weights, padded: Padded, scope: str = "") -> None:
         self.platform, self.weights, self.padded, self.scope = platform, weights, padded, scope

@@ -41,8 +41,8 @@ def choose(
 ) -> str:
     """The requested implementation or, for `auto`, the platform's kernel where it can do the work on long enough rows.
 
-    `length`: tokens in a row; `only_xla`: keys come from a cache, or documents share a prefix. Raises a UserError if
-    the requested one cannot honor the workload: nothing is ever left out silently.
+    `length`: tokens in a row; `only_xla`: keys come from a cache, or documents share a prefix. UserError: the requested
+    one cannot honor the workload.
     """
     rings = config.ring_attention and config.layout.parts("sequence") > 1
     requested, platform, capability = "ring" if rings else config.attention, config.platform, config.capability
