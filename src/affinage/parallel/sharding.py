@@ -131,7 +131,7 @@ class MeshLayout(Layout):
         return NamedSharding(self.mesh, self.spec(("batch",)))
 
     def param_shardings(self, axes: PyTree, abstract: PyTree) -> PyTree:
-        """A NamedSharding for every parameter, of trees of logical axes and of `jax.ShapeDtypeStruct`; UserError: a size
+        """A NamedSharding for every parameter, of trees of logical axes and of `jax.ShapeDtypeStruct`; UserError: one
         does not divide over its mesh axes."""
 
         def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: Axes) -> NamedSharding:
