@@ -12,8 +12,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import Array
 
-from affinage.config.parallel import ParallelSettings
-from affinage.config.training import TrainSettings
+from affinage.config.training import ParallelSettings, TrainSettings
 from affinage.hardware.chips import Slice
 from affinage.hardware.devices import measured_speed
 from affinage.model import ApplyConfig, Graph, parse
