@@ -84,16 +84,6 @@ class ApplyConfig:
     ring_attention: bool = False  # where the layout splits sequences: pass keys around instead of gathering them
     layers: Callable[..., Any] | None = None  # takes the place of `apply_layers`; a pipeline is one
 
-    def rematerialized(self, layer: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
-        """A layer that keeps for the backward pass what `remat` says, or by default all that is dear."""
-        policy = self.remat
-        if policy is None:
-            if self.platform == "cpu":
-                return layer
-            # Norms and the like are computed again: that costs less than to store and read their float32 values.
-            policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, NAMED)
-        return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # a loop keeps the passes apart
-
     @property
     def flattens(self) -> bool:
         """Whether rows and positions, if not split, are one axis in products: 1.4 times as fast on XLA:CPU."""
