@@ -1,7 +1,6 @@
 """affinage's models as lm-evaluation-harness sees them."""
 
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,19 +106,12 @@ class JaxLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Return the log-probability of every text, in disjoint windows of the context, the first one after <s>."""
-        return self._rolling([request.args[0] for request in requests])
-
-    def bits_per_byte(self, texts: Sequence[str]) -> float:
-        """Return the bits that the model needs per UTF-8 byte of the texts, the ends of texts included."""
-        total = sum(len(text.encode("utf-8")) for text in texts)
-        return -sum(self._rolling(texts, (self.eot_token_id,))) / math.log(2) / total
-
-    def _rolling(self, texts: Sequence[str], end: Sequence[int] = ()) -> list[float]:
+        texts = [request.args[0] for request in requests]
         owners: list[int] = []
         windows: list[tuple[list[int], list[int]]] = []
         for index, text in enumerate(texts):
             for window in get_rolling_token_windows(
-                token_list=[*self.model.tokenizer.encode(text), *end],
+                token_list=self.model.tokenizer.encode(text),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,

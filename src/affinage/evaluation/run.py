@@ -1,10 +1,8 @@
 """A model's scores: lm-evaluation-harness's own evaluator over our backend, and its results in our form."""
 
 import contextlib
-import gzip
-import lzma
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from affinage.evaluation.results import (
     of_item,
     write_results,
 )
-from affinage.evaluation.scoring import rows_that_fit
+from affinage.evaluation.scoring import default_batch
 from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, is_chat, items_of, of_pocket_world
 from affinage.generation.model import LoadedModel
 
@@ -50,8 +48,7 @@ def evaluate(
     limit: int | None = None,  # items per task: the first ones or, with a `sample_seed`, those that it draws
     sample_seed: int | None = None,
     num_fewshot: int | None = None,  # examples before each question; None: as many as the task says
-    batch_size: int | None = None,  # rows of the context at once; None: as many as fit
-    texts: Mapping[str, Sequence[str]] | None = None,  # by name, to measure bits per byte beside those of gzip and xz
+    batch_size: int | None = None,  # rows of the context at once; None: see `default_batch`
     seen: Search | None = None,  # searches the training text for items; the results have the scores without those found
     answered: Callable[[Lines], None] = lambda _: None,  # gets the lines of all items
     progress: Callable[[str], None] = lambda _: None,  # gets a line about what is done
@@ -59,7 +56,7 @@ def evaluate(
     """Return the scores of a model on the `tasks` (names for `find_tasks`), with standard errors.
 
     Hosts that work together all call it with the same tasks and the same model, sharded over the devices of all. Each
-    gets the scores; the first one alone searches the training text, compresses, and has the file `keep`.
+    gets the scores; the first one alone searches the training text and has the file `keep`.
 
     Raises UserError for tasks that cannot be found or scored, and for a model without a chat template that
     `apply_chat_template` wants.
@@ -75,7 +72,7 @@ def evaluate(
         rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if model.chat else []}
         skipped = [] if model.chat else [task["task"] for task in of_chat]
     identity = fingerprint(model) if keep is not None or folder is not None else ""
-    lm = JaxLM(model, batch_size or rows_that_fit(model), progress=progress)
+    lm = JaxLM(model, batch_size or default_batch(model), progress=progress)
     outcome, items, loaded = dict[str, Any](), dict[str, list[dict[str, Any]]](), dict[str, Any]()
     contamination = None
     with contextlib.ExitStack() as stack:
@@ -129,12 +126,6 @@ def evaluate(
         results["core"] = _centered_mean(outcome)
     if contamination is not None:
         results["contamination"] = contamination_of(contamination, outcome, items)
-    if texts:
-        progress("measuring bits per byte")
-        results["bits_per_byte"] = bits = {name: {"model": lm.bits_per_byte(each)} for name, each in texts.items()}
-        for name, of_name in texts.items() if processes.first else ():
-            bits[name] |= compressor_bits_per_byte(of_name)
-        processes.broadcast("the end of the compression", None, seconds=None)
     lines = {name: [line_of(item) for item in of_task] for name, of_task in items.items()}
     answered(lines)
     if folder is not None:
@@ -146,16 +137,6 @@ def evaluate(
 def has_chat_template(model: LoadedModel) -> bool:
     """Return whether a model has learned a template: its tokenizer's, or ours if it was trained to chat."""
     return model.chat or model.tokenizer.template is not None
-
-
-def compressor_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
-    """Return what `gzip -9` and `xz -9` need for the texts, a line each, in bits per byte: {"gzip": ..., "xz": ...}.
-
-    What is common to several texts is compressed once; a model does not see the texts before.
-    """
-    encoded = [text.encode() for text in texts]
-    whole, bits = b"\n".join(encoded), sum(map(len, encoded)) / 8
-    return {"gzip": len(gzip.compress(whole, 9)) / bits, "xz": len(lzma.compress(whole, preset=9)) / bits}
 
 
 def _result(name: str, raw: Mapping[str, Any], lm: JaxLM) -> dict[str, Any]:

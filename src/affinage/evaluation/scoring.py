@@ -9,14 +9,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from affinage.cluster.processes import Processes
 from affinage.data.special_tokens import PAD
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel, logits_of
@@ -24,15 +23,12 @@ from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.embedding import multiply_out
 from affinage.parallel import MeshLayout
-from affinage.planning.estimate import present
-from affinage.planning.trace import peak_memory
 
 LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
 # Tokens at once, whatever memory holds: more of them leave the caches of processors, which costs up to a third.
 _MAX_TOKENS = {"cpu": 1536}
-MAX_ROWS = 64  # for each device that rows are split over
-MEMORY_SHARE = 0.45  # of the memory beside the weights: XLA keeps up to twice the estimate on processors
-_TRACED = 8  # rows that are planned; memory grows in proportion
+_MAX_ROWS = 64  # for each device that rows are split over
+_MAX_PAIRS = 2**24  # of a query and a key at once: 64 MB of float32 scores for each head of attention
 _MULTIPLE = 8  # of every length, for the sake of the hardware
 Pair = tuple[list[int], list[int]]  # ids of a context, and of the continuation to score
 Answer = tuple[int, tuple[float, bool]]  # a request, with its log-probability and whether it is greedy
@@ -343,38 +339,11 @@ def score(
     return results
 
 
-def rows_that_fit(model: LoadedModel, *, beside: int = 0) -> int:
-    """Return a power of two, at most 64, times the devices that rows are split over; nothing is compiled.
+def default_batch(model: LoadedModel) -> int:
+    """Return how many rows of the model's context are scored at once: a power of two, times what they are split over.
 
-    Rows are as long as the model's context, and every device computes all of its rows by itself. `beside` is the number
-    of bytes of each device that something else than the weights takes. Hosts that work together all call it, and take
-    what fits on each of them.
+    The scores of attention decide: each device computes all of its rows by itself, and those of a row grow with the
+    square of the context. It is 64 rows of up to 512 tokens, 16 of 1,024, 4 of 2,048.
     """
-    device = next(iter(jax.tree.leaves(model.params)[0].sharding.addressable_devices))
-    fitting, capacity = MAX_ROWS, present([device]).memory_per_device
-    if capacity:
-        left = capacity - beside - sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(model.params))
-        fitting = int(MEMORY_SHARE * left // bytes_of_a_row(model, device.platform))
-    # A host knows the memory of its own devices alone.
-    fitting = Processes.at_work().all_min("rows that fit", fitting)
-    return model.row_multiple * (2 ** int(math.log2(min(MAX_ROWS, fitting))) if fitting > 1 else 1)
-
-
-def bytes_of_a_row(model: LoadedModel, platform: str) -> float:
-    """Return the bytes that a forward pass holds at its peak for one row of the context, beside the weights.
-
-    All scores of attention are counted: rows of several texts are computed so.
-    """
-    shape = jax.ShapeDtypeStruct((_TRACED, model.context), jnp.int32)
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.params)
-
-    def hidden(params: Any, tokens: Any, positions: Any) -> Any:
-        lazy, _ = logits_of(model.graph, params, tokens, positions, model.compute_dtype, attention="xla")
-        return lazy.hidden
-
-    return peak_memory(hidden, params, shape, shape, platform=platform) / _TRACED
-
-
-def bytes_on_a_device(leaf: jax.Array) -> int:
-    """Return the bytes of an array's part on each of its devices."""
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    fitting = min(_MAX_ROWS, _MAX_PAIRS // model.context**2)
+    return model.row_multiple * (2 ** int(math.log2(fitting)) if fitting > 1 else 1)

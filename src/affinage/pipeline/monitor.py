@@ -110,7 +110,6 @@ class BenchmarkMonitor:
         to the same weights again, bit for bit, and computes none twice.
         """
         from affinage.evaluation.run import evaluate
-        from affinage.evaluation.scoring import bytes_on_a_device, rows_that_fit
 
         def raise_if_stopped(_: str) -> None:
             if stop():
@@ -132,8 +131,6 @@ class BenchmarkMonitor:
             system_prompt=self._system_prompt,
             compute_dtype=compute_dtype(settings.precision, chip(kind)).name,
         )
-        weights = {id(leaf) for leaf in jax.tree.leaves(params)}
-        beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in weights)
         world = context.inputs.get("synthesize")
         if world is None and "tokenize" in context.inputs:
             world = made_from(context.inputs["tokenize"], "synthesize")
@@ -147,7 +144,6 @@ class BenchmarkMonitor:
                 data_dir=self.settings.data_dir,
                 limit=self.settings.limit,
                 sample_seed=context.recipe.seed,
-                batch_size=rows_that_fit(model, beside=beside),
                 answered=lines.update,
                 progress=raise_if_stopped,
             )
