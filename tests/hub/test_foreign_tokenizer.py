@@ -17,8 +17,7 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.evaluation.backend import JaxLM
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
-from affinage.hub.card import CardFacts
-from affinage.hub.export import export
+from affinage.hub.export import CardFacts, export
 from affinage.hub.verify import verify
 from affinage.pipeline.models import is_chat, locate, made_from, resolve
 from affinage.pipeline.opening import import_model, open_model

@@ -14,8 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from affinage.hub.card import CardFacts
-from affinage.hub.export import export
+from affinage.hub.export import CardFacts, export
 from affinage.serving import server
 from tiny_models import tiny_llama
 

@@ -69,23 +69,21 @@ def export(
     base: Annotated[str | None, opt("With --adapter: the model below it, a folder or hub id.", metavar="BASE")] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
     check_gguf: Annotated[bool, opt("Convert with llama.cpp and compare with it.", "--verify-gguf")] = False,
-    push: Annotated[str | None, opt("Upload it to the Hugging Face Hub; needs HF_TOKEN.", metavar="REPO_ID")] = None,
-    public: Annotated[bool, opt("With --push: a new repository is public.", "--public")] = False,
 ) -> None:
     """Write the Hugging Face folder of any model; or of a run's last one, as a step of the run.
 
-    A run that has written it already is not exported again: --verify and --push take its folder.
+    A run that has written it already is not exported again: --verify takes its folder. `hf upload OWNER/NAME FOLDER`
+    puts a folder on the Hugging Face Hub.
 
     Examples: affinage export quickstart --verify
 
-    affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16 --push me/my_model
+    affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16
 
     affinage export quickstart/sft --adapter --to my_adapter
     """
-    offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
     chosen: dict[str, Any] = {"dtype": dtype, "license": license}
     chosen = {name: value for name, value in chosen.items() if value}
-    if adapter and (to is None or check or check_gguf or push is not None):
+    if adapter and (to is None or check or check_gguf):
         fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
         raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
     if to is not None and (overrides or force):
@@ -100,21 +98,10 @@ def export(
         if adapter:
             _write_adapter(target, runs, to, base)
             return
-        _write_model(target, state, runs, to, push or to.name, **chosen)
+        _write_model(target, state, runs, to, **chosen)
     if check or check_gguf:
         _compare(model, runs, to, check, check_gguf)
     print(f"The model is in {to}.")
-    if push is not None:
-        if not offline:
-            import huggingface_hub
-
-            os.environ.pop("HF_HUB_OFFLINE", None)
-            huggingface_hub.constants.HF_HUB_OFFLINE = False
-        from affinage.hub.read import push as upload
-
-        with working(f"uploading to {push}"):
-            address = upload(to, push, private=not public)
-        print(f"The model is at {address}.")
 
 
 def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
@@ -141,12 +128,11 @@ def _write_model(
     state: "ModelState | None",
     runs: Path,
     to: Path,
-    place: str,
     license: str | None = None,
     **how: Any,
 ) -> None:
     """Export a model, with a card of what its run knows and, if it is not trained to its end, how far it is."""
-    from affinage.hub.card import CardFacts
+    from affinage.hub.export import CardFacts
     from affinage.hub.export import export as write
     from affinage.pipeline.models import is_tuned, recorded, release_of, results_of
     from affinage.pipeline.opening import open_model
@@ -167,7 +153,7 @@ def _write_model(
         checkpoint = str(replace(state, model=public(state.model)))
         facts = replace(facts, training={**facts.training, "Checkpoint": checkpoint})
     model = open_model(target, runs)
-    write(replace(model, name=public(model.name)), to, facts=facts, place=place, sampling=sampling, **how)
+    write(replace(model, name=public(model.name)), to, facts=facts, place=public(str(to)), sampling=sampling, **how)
 
 
 def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> None:

@@ -25,11 +25,9 @@ RESULTS = "results.json"
 ITEMS = "items"
 STATE = "state"  # key of what the model was that no recipe evaluated; see `affinage.pipeline.eval_results`
 LOG_LIKELIHOOD = "log_likelihood"
-BITS_PER_BYTE = "bits_per_byte"
-BYTES = "bytes"
-_FACTS = ("id", "hash", "prompt_hash", "target_hash", "filter", BYTES)  # of a line, besides scores
-# Metrics of all texts together. Of a single one the harness has its log-likelihood, and its length in bytes or words.
-_OF_TEXTS = {"byte_perplexity": True, BITS_PER_BYTE: True, "word_perplexity": False}  # whether in bytes
+_FACTS = ("id", "hash", "prompt_hash", "target_hash", "filter")  # of a line, besides scores
+# Of a single item the harness has the log-likelihood, in nats; of a whole text also its length in bytes or words.
+_OF_LIKELIHOOD = ("perplexity", "byte_perplexity", "bits_per_byte", "word_perplexity")
 Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # the harness's, by task
 Lines = Mapping[str, Sequence[dict[str, Any]]]  # by task, see `line_of`
 _Items = dict[tuple[str, int], dict[str, Any]]  # lines by the hash of the item and its number among equal ones
@@ -44,17 +42,14 @@ def line_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     line |= {name: sample[name] for name in ("prompt_hash", "target_hash", "filter")}
     for metric in sample["metrics"]:
         value = sample[metric]
-        if metric in _OF_TEXTS and isinstance(value, Sequence) and len(value) == 2:
-            line[LOG_LIKELIHOOD] = finite(value[0])
-            line |= {BYTES: int(value[1])} if _OF_TEXTS[metric] else {}
-        else:
-            line[of_item(metric)] = finite(value)
+        whole_text = metric in _OF_LIKELIHOOD and isinstance(value, list | tuple)
+        line[of_item(metric)] = finite(value[0] if whole_text else value)
     return line
 
 
 def of_item(metric: str) -> str:
-    """Return what a metric is for a single item: for `perplexity` the harness has the log-likelihood, in nats."""
-    return LOG_LIKELIHOOD if metric == "perplexity" else metric
+    """Return what a metric is for a single item."""
+    return LOG_LIKELIHOOD if metric in _OF_LIKELIHOOD else metric
 
 
 def label(metric: str, filtered: str | None) -> str:
@@ -145,9 +140,9 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
 class Difference:
     """Score of `b` minus score of `a`, over the items that both have.
 
-    The 95 % interval is Student's of the mean of paired differences. For whole texts it is that of their bits per byte,
-    to which each contributes by its length. `p` is the probability of such a difference between equal models: by the
-    exact sign test if all differences are of one size, as of right and wrong answers (McNemar's), else by the t test.
+    The 95 % interval is Student's of the mean of paired differences. `p` is the probability of such a difference
+    between equal models: by the exact sign test if all differences are of one size, as of right and wrong answers
+    (McNemar's), else by the t test.
     """
 
     task: str
@@ -219,15 +214,9 @@ def _differences(task: str, filtered: str | None, ours: _Items, theirs: _Items) 
         if len(both) < 2:
             continue
         values = np.array([[item[metric] for item in pair] for pair in both], np.float64)
-        name, weights = metric, np.ones(len(both))
-        if metric == LOG_LIKELIHOOD and all(first.get(BYTES) for first, _ in both):  # of whole texts
-            name, values = BITS_PER_BYTE, -values / math.log(2)
-            weights = np.array([first[BYTES] for first, _ in both], np.float64)
-        a, b = (float(score) for score in values.sum(axis=0) / weights.sum())
+        a, b = map(float, values.mean(axis=0))
         apart = values[:, 1] - values[:, 0]
-        # By linearization, a mean's standard error if all weigh one: Cochran, Sampling Techniques (1977), section 6.3.
-        spread = (apart - (b - a) * weights).std(ddof=1)
-        error = float(spread * math.sqrt(len(values)) / weights.sum())
+        error = float(apart.std(ddof=1) / math.sqrt(len(apart)))
         reach = float(stats.t.ppf(1 - _ALPHA / 2, len(values) - 1)) * error
         changed = apart[apart != 0]
         if not len(changed):
@@ -238,4 +227,4 @@ def _differences(task: str, filtered: str | None, ours: _Items, theirs: _Items) 
             p = float(2 * stats.t.sf(abs((b - a) / error), len(apart) - 1))
         low, high = b - a - reach, b - a + reach
         scores = (len(values), unmatched, otherwise, a, b, b - a, error, low, high, p)
-        yield Difference(task, label(name, filtered), *scores)
+        yield Difference(task, label(metric, filtered), *scores)

@@ -40,11 +40,7 @@ class Row(NamedTuple):
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
     request: int
-
-    @property
-    def first(self) -> int:
-        """The place after which the first target stands."""
-        return len(self.tokens) - len(self.targets)
+    first: int  # the place after which the first target stands
 
 
 def as_rows(pairs: Sequence[Pair], context: int) -> list[Row]:
@@ -59,14 +55,14 @@ def as_rows(pairs: Sequence[Pair], context: int) -> list[Row]:
         if len(continuation) > context:
             what = f"a choice has {len(continuation):,} tokens, and the model reads {context:,}"
             raise UserError(what, fix="Leave the task out, or take a model with a longer context.")
-        rows.append(Row(tuple((before + continuation)[-(context + 1) : -1]), tuple(continuation), index))
+        tokens = (before + continuation)[-(context + 1) : -1]
+        rows.append(Row(tuple(tokens), tuple(continuation), index, len(tokens) - len(continuation)))
     return rows
 
 
 # ---- groups ----
 
-_SHORTEST = 8  # shared tokens that are worth a group, and
-_SHARE = 1 / 4  # of a row's tokens, too
+_SHORTEST = 8  # shared tokens that are worth a group, and a quarter of a row's tokens, too
 _ROOM = 256  # tokens of a group of short rows, at most
 
 
@@ -103,7 +99,7 @@ def find_groups(rows: Sequence[Row], most: int) -> list[PrefixGroup]:
             pairs = zip(last.rows[-1].tokens[:limit], row.tokens, strict=False)
             alike = next((n for n, (a, b) in enumerate(pairs) if a != b), limit)
             joined = PrefixGroup(alike, (*last.rows, row))
-            if alike >= max(_SHORTEST, _SHARE * len(row.tokens)) and joined.length <= most:
+            if alike >= max(_SHORTEST, len(row.tokens) / 4) and joined.length <= most:
                 groups[-1] = joined
                 continue
         groups.append(PrefixGroup(0, (row,)))
@@ -115,10 +111,8 @@ def find_groups(rows: Sequence[Row], most: int) -> list[PrefixGroup]:
 # Tokens of a row that short groups are put into. Which of them leaves little padding depends on the groups: of
 # those of 50 tokens 192 hold three, and 256 five.
 _ROOMS = (192, 256, 320, 448, 576)
-# Keys whose attention costs a token as much as the rest of a layer; 1,750 is of a narrow model on CPUs.
-_EQUAL = 1750
-# If at most one in four of a row's tokens is scored, the last layer's attention computes these alone.
-_FEW = 4
+_EQUAL = 1750  # keys whose attention costs a token as much as the rest of a layer, in a narrow model on CPUs
+_FEW = 4  # if at most one in four of a row's tokens is scored, the last layer's attention computes these alone
 _GroupRow = list[PrefixGroup]
 
 
@@ -248,7 +242,6 @@ def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, p
 # ---- scores ----
 
 Scores = tuple[Float[Array, "R P"], Bool[Array, "R P"]]
-Joined = tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B S"]]  # positions, segments, prefix segments
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -261,42 +254,29 @@ def _scores(
     tokens: Int[Array, "B S"],
     logit_positions: Int[Array, "R P"],
     targets: Int[Array, "R P"],
-    joined: Joined | None = None,
+    joined: Sequence[Int[Array, "B S"]] | None = None,  # positions, segments, prefix segments
 ) -> Scores:
+    """Log-probability of each target, and whether it is the most likely token, in float32, a block at a time."""
     positions, segments = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape), None
     if joined is not None:
         positions, *segments = joined
     lazy, _ = logits_of(
         graph, params, tokens, positions, dtype, layout=layout, segments=segments, logit_positions=logit_positions
     )
-    return _log_probabilities(lazy.kernel, lazy.hidden, targets, logits_at_once)
+    vocabulary = lazy.kernel.shape[0]
 
-
-def _log_probabilities(
-    kernel: Float[Array, "V D"],
-    hidden: Float[Array, "R P D"],
-    targets: Int[Array, "R P"],
-    logits_at_once: int,
-) -> Scores:
-    """Log-probability of each target, and whether it is the most likely token, in float32, a block at a time."""
-    vocabulary = kernel.shape[0]
-    block = max(1, min(targets.size, logits_at_once // vocabulary))
-    blocks = -(-targets.size // block)
-    padding = blocks * block - targets.size
-    rows = jnp.pad(hidden.reshape(targets.size, -1), ((0, padding), (0, 0))).reshape(blocks, block, -1)
-    wanted = jnp.pad(targets.reshape(-1), (0, padding)).reshape(blocks, block)
-
-    def score_block(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
-        x, target = inputs
-        logits = multiply_out(x, kernel)
-        wanted = jnp.take_along_axis(logits, target[:, None], axis=1)
+    def score_one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, target = inputs
+        logits = multiply_out(hidden, lazy.kernel)
+        wanted = logits[target]
         # The first of the largest, as argmax, which costs CPUs almost as much as the product, would find it.
-        less_likely = (logits < wanted) | ((logits == wanted) & (jnp.arange(vocabulary)[None] >= target[:, None]))
-        return wanted[:, 0] - jax.nn.logsumexp(logits, axis=-1), jnp.all(less_likely, axis=-1)
+        less_likely = (logits < wanted) | ((logits == wanted) & (jnp.arange(vocabulary) >= target))
+        return wanted - jax.nn.logsumexp(logits), jnp.all(less_likely)
 
-    values, best = score_block((rows[0], wanted[0])) if blocks == 1 else jax.lax.map(score_block, (rows, wanted))
-    value, is_best = (a.reshape(-1)[: targets.size].reshape(targets.shape) for a in (values, best))
-    return value, is_best
+    block = max(1, min(targets.size, logits_at_once // vocabulary))
+    rows = lazy.hidden.reshape(targets.size, -1), targets.reshape(-1)
+    values, best = jax.lax.map(score_one, rows, batch_size=block)
+    return values.reshape(targets.shape), best.reshape(targets.shape)
 
 
 def score(

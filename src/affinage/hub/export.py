@@ -1,7 +1,9 @@
-"""A model as the folder that Hugging Face's libraries load, and adapters as PEFT does."""
+"""A model as the folder that Hugging Face's libraries load, with its card; and adapters as PEFT does."""
 
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -10,17 +12,17 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, split_state_dict_into_shards_factory
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from affinage import __version__
 from affinage.data.chat import chat_template
 from affinage.data.json_files import write_atomically, write_json
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import CONFIG, TEMPLATE, Tokenizer
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
-from affinage.hub.card import CardFacts, model_card
 from affinage.hub.families import FAMILIES, decoder_nodes, family_of
 from affinage.model import Adapters
 from affinage.model.analysis import parameters
@@ -29,6 +31,27 @@ from affinage.model.lora import LORA_A, LORA_B
 from affinage.results import read_json
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_TEMPLATES = Path(__file__).parent / "templates"
+_CHAT_INPUTS = """\
+messages = [{"role": "user", "content": "Hello"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)"""
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a run knows about its model. A section without facts is left out of the card."""
+
+    license: str | None  # SPDX identifier of the weights; None where it is not known
+    tuned: bool = False  # to answer in conversations, by sft or dpo; a chat template alone is no sign of that
+    language: str = "en"  # of the card: en or fr
+    summary: str = ""  # of the run, in one line
+    description: str = ""
+    command: str = ""  # that makes this model again
+    languages: Sequence[str] = ()  # ISO 639-1, of the text
+    sources: Sequence[Mapping[str, Any]] = ()  # of the training text: name, licence, documents, bytes
+    training: Mapping[str, Any] = field(default_factory=dict)  # label -> value, e.g. {"Tokens": 1_000_000}
+    # label ("base", "sft") -> task -> metric -> {"value", "stderr", "in_chat"}
+    results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def export(
@@ -145,6 +168,71 @@ def write_hf_tokenizer(
         own, opened = tokenizer.template, bool(tokenizer.opening)
         config["chat_template"] = chat_template(system_prompt, opened=opened) if own is None else own.source
     write_json(folder / CONFIG, config)
+
+
+# ---- the card ----
+
+
+def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
+    """Return README.md of a released model; the scores in its metadata for the Hub are those of the last results.
+
+    `place` is the folder or repository that the usage loads.
+    """
+    tokenizer = model.tokenizer
+    # What every training text began with; other tokenizers than affinage's own add it by themselves.
+    opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""
+
+    def number(value: Any) -> str:
+        """A number as readers of the card's language write it; anything else as it is."""
+        if not isinstance(value, int | float):
+            return str(value)
+        written = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+        return written if facts.language == "en" else written.replace(",", "\u202f").replace(".", ",")
+
+    def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        return "\n".join(["| " + " | ".join(header) + " |", "|" + " --- |" * len(header), *lines])
+
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    last: list[EvalResult] = []
+    for label, result in facts.results.items():
+        last = []
+        for task, metrics in result.items():
+            for metric, score in metrics.items():
+                error = "" if score["stderr"] is None else f" ± {number(score['stderr'])}"
+                cell = number(score["value"]) + error + (" †" if score.get("in_chat") else "")
+                rows.setdefault((task, metric), {})[label] = cell
+                last.append(EvalResult("text-generation", task, task, metric, round(score["value"], 4)))
+    note = f"  # in training, every text begins with {opening}" if opening else ""
+    keys = ("name", "licence", "documents", "bytes")
+    metadata = ModelCardData(
+        license=facts.license,
+        language=list(facts.languages) or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["affinage", "jax"] + (["conversational"] if facts.tuned else []),
+        model_name=model.name if last else None,
+        eval_results=last or None,
+    )
+    card = ModelCard.from_template(
+        metadata,
+        template_path=str(_TEMPLATES / f"card.{facts.language}.md"),
+        name=model.name,
+        place=place,
+        facts=facts,
+        parameters=parameters(model.graph).total,
+        context=model.context,
+        opening=opening,
+        inputs=_CHAT_INPUTS if model.chat else f'inputs = tokenizer("{opening}The", return_tensors="pt"){note}',
+        score_rows=[[*names, *(cells.get(label, "–") for label in facts.results)] for names, cells in rows.items()],
+        in_chat=any("†" in cell for cells in rows.values() for cell in cells.values()),
+        sources=[[number(source.get(key, "")) for key in keys] for source in facts.sources],
+        training=[[label, number(value)] for label, value in facts.training.items()],
+        version=__version__,
+        number=number,
+        table=table,
+    )
+    return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
 
 
 # ---- adapters ----

@@ -375,19 +375,15 @@ def with_ids(graph: Graph, params: PyTree, ids: Sequence[int]) -> tuple[Graph, P
     A vocabulary that is padded that far stays as large as it is. A token that was never seen is then no likelier than
     the others (Hewitt, Initializing new word embeddings, 2021).
     """
-    if not ids:
-        return graph, params
     size, written, changed = max(graph.vocabulary, max(ids) + 1), graph.to_dict(), {**params}
-
-    def grown(rows: Float[np.ndarray, "V D"]) -> Float[np.ndarray, "W D"]:
-        old = np.asarray(rows)
-        new = np.concatenate([old, np.zeros((size - len(old), old.shape[1]), old.dtype)])
-        new[list(ids)] = old[: min(ids)].mean(axis=0, dtype=np.float64)
-        return new
-
-    for name in (decoder_nodes(graph)[role].name for role in ("embed", "logits")):
-        settings: dict[str, Any] = written["nodes"][name]
-        settings |= {"vocab": size} if "vocab" in settings else {}
-        if name in params:
-            changed[name] = {leaf: grown(rows) for leaf, rows in params[name].items()}
+    for role in ("embed", "logits"):
+        name = decoder_nodes(graph)[role].name
+        if "vocab" in written["nodes"][name]:
+            written["nodes"][name]["vocab"] = size
+        for leaf, rows in params.get(name, {}).items():
+            old: Float[np.ndarray, "V D"] = np.asarray(rows)
+            new = np.zeros((size, old.shape[1]), old.dtype)
+            new[: len(old)] = old
+            new[list(ids)] = old[: min(ids)].mean(axis=0, dtype=np.float64)
+            changed[name] = {**changed[name], leaf: new}
     return parse(written), changed

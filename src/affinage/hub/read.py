@@ -1,18 +1,15 @@
 """A Hugging Face folder as a graph with its weights. Only JSON and safetensors are read: nothing in it can run."""
 
 import contextlib
-import hashlib
-import os
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from huggingface_hub import HfApi, metadata_load, snapshot_download
+from huggingface_hub import metadata_load, snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import disable_progress_bars
 from numpy.typing import NDArray
@@ -40,8 +37,6 @@ _BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 _AGAIN = "Download the model again, all of it."
 # All that an import reads. Files that can run code (*.py, *.bin, *.pt) are not downloaded.
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "chat_template.jinja", "README.md"]
-_COMMIT_TIMEOUT = 1800.0  # seconds that a hub may take to look through what was uploaded
-_REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def local_copy(folder_or_id: str) -> Path:
@@ -52,40 +47,17 @@ def local_copy(folder_or_id: str) -> Path:
     folder = from_home(folder_or_id)
     if folder.is_dir():
         return folder
-    if not _REPOSITORY.fullmatch(folder_or_id):
-        raise UserError(f"there is no folder `{folder_or_id}`", fix="Name a folder, or a repository such as gpt2.")
     if not sys.stderr.isatty():
         disable_progress_bars()
-    with _answers_of_the_hub(folder_or_id, f"there is no folder `{folder_or_id}`, and "):
-        limit_requests()
-        return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
-
-
-def push(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload an exported folder as a model repository, which is made if it does not exist, and return its address.
-
-    huggingface_hub takes the token from HF_TOKEN or its login, and the hub's address from HF_ENDPOINT. Raises UserError
-    if the hub refuses or cannot be reached.
-    """
-    token = "" if os.environ.get("HF_TOKEN") else " HF_TOKEN is not set; a token that may write is needed."
-    fix = f"Repeat it with `hf upload {repository} {folder}`.{token}"
-    with _answers_of_the_hub(repository, f"{folder} is written, but could not be uploaded: ", fix):
-        limit_requests(_COMMIT_TIMEOUT)
-        api = HfApi()
-        made = api.create_repo(repository, repo_type="model", private=private, exist_ok=True)
-        api.upload_folder(folder_path=folder, repo_id=made.repo_id, commit_message="Export of affinage")
-        return str(made)
-
-
-@contextlib.contextmanager
-def _answers_of_the_hub(repository: str, what: str, fix: str = "") -> Iterator[None]:
+    limit_requests()
     try:
-        yield
+        return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
     except (HTTPError, OSError, HFValidationError) as error:
         if of_the_machine(error) is not None:  # a full disk is not the Hub's
             raise
-        refused = refusal(error, "model", repository)
-        raise UserError(what + refused.what, fix=fix or refused.fix) from error
+        refused = refusal(error, "model", folder_or_id)
+        what = f"there is no folder `{folder_or_id}`, and {refused.what}"
+        raise UserError(what, fix=refused.fix) from error
 
 
 @dataclass(frozen=True)
@@ -95,7 +67,6 @@ class HubModel:
     architecture: Architecture
     graph: Graph
     params: PyTree  # float32, which holds every dtype of the hub exactly
-    weights: "HubWeights"
 
 
 def hub_facts(folder: Path) -> dict[str, Any]:
@@ -146,7 +117,7 @@ def read_hub_folder(folder: Path) -> HubModel:
             raise UserError(f"the architecture has no place for the tensors {', '.join(unread[:5])}", fix=fix)
     except UserError as error:
         raise UserError(error.what, where=error.where or str(folder), fix=error.fix) from error
-    return HubModel(architecture, graph, params, weights)
+    return HubModel(architecture, graph, params)
 
 
 class HubWeights(dict[str, Any]):
@@ -155,7 +126,6 @@ class HubWeights(dict[str, Any]):
     def __init__(self, folder: Path) -> None:
         """Raises UserError for files that are missing, cut, or not those of the index."""
         self._folder, self._files = folder, dict[str, Any]()
-        self._last: tuple[str, NDArray[Any]] | None = None  # tensors that hold several parameters are read in a row
         self.names_read: set[str] = set()
         index, whole = folder / INDEX, folder / WHOLE
         if index.is_file() == whole.is_file():  # of both, transformers would read the whole file
@@ -176,8 +146,6 @@ class HubWeights(dict[str, Any]):
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         self.names_read.add(name)
-        if self._last is not None and self._last[0] == name:
-            return self._last[1]
         file = super().__getitem__(name)
         where, opened = str(self._folder / file), self._files[file]
         try:
@@ -191,13 +159,4 @@ class HubWeights(dict[str, Any]):
         if not np.isfinite(tensor).all():
             fix = "The weights are damaged, or the training diverged: take an earlier version of the model."
             raise UserError(f"the tensor {name!r} holds values that are not finite", where=where, fix=fix)
-        self._last = name, tensor
         return tensor
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the files, hexadecimal; reads them once more."""
-        digest = hashlib.sha256()
-        for name in sorted(self._files):
-            with open(self._folder / name, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()

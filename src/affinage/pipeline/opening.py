@@ -159,9 +159,7 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
     if chat_tokens and not tokenizer.fixed_ids and (added := add_chat_tokens(making / TOKENIZER)):
         graph, params = with_ids(hub.graph, hub.params, added)
         hub, origin = replace(hub, graph=graph, params=params), ""
-    files = sorted((making / TOKENIZER).iterdir())
-    contents = json.dumps([(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files])
-    digests = {"weights": hub.weights.digest(), "tokenizer": hashlib.sha256(contents.encode()).hexdigest()}
+    digests = {"weights": _digest(source, "*.safetensors"), "tokenizer": _digest(making / TOKENIZER, "*")}
     facts: dict[str, Any] = {"graph": hub.graph.to_dict(), "context": hub.architecture.context, "precision": {}}
     facts |= hub_facts(source)
     facts["imported"] |= {"sha256": digests} | ({"from": origin} if origin else {})
@@ -180,6 +178,14 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
     store.wait()
     making.rename(folder)
     return hub
+
+
+def _digest(folder: Path, pattern: str) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob(pattern)):
+        with file.open("rb") as opened:
+            digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
 
 
 # ---- weights ----
