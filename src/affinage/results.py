@@ -227,7 +227,6 @@ class Sample(Result):
     text: str = ""
     choices: list[str] = []
     target: Any = None  # the place of the right choice, or the expected text
-    continuation: str = ""
     chosen: int | None = None
     answer: str = ""
 

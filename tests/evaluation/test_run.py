@@ -8,10 +8,9 @@ from lm_eval.api.instance import Instance
 
 import choice_task
 from affinage.errors import UserError
-from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.harness import cached
 from affinage.evaluation.results import compare, read_answers
-from affinage.evaluation.run import evaluate
+from affinage.evaluation.run import JaxLM, evaluate
 from benchmark_fixtures import write_items
 from choice_task import write_task
 from tiny_models import tiny_llama

@@ -14,7 +14,7 @@ from affinage.data.dataloader import DataLoader, ValidationRows
 from affinage.data.token_shards import open_shards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
-from affinage.evaluation.backend import JaxLM
+from affinage.evaluation.run import JaxLM
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
 from affinage.hub.export import CardFacts, export

@@ -104,11 +104,9 @@ def write_results(results: Mapping[str, Any], lines: Lines, folder: Path) -> Non
 def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
     """Return which items of the evaluated ones were found in the training text, and the scores of the others.
 
-    `seen` is of all items of the tasks; `tasks` are results, {task: {metrics: {metric: {value, stderr}}}}; an item of
-    `samples` has the number of its place in the task. Returns {texts: number of them, ngram: as
-    decontamination's, tasks: {task: {items, found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}.
-    common: found in more texts than count as a match; the scores are without these as well. Metrics that are not a mean
-    over items are left out.
+    `seen` is of all items of the `tasks`, {task: {metrics: {metric: {value, stderr}}}}. Returns {texts: number of them,
+    ngram, tasks: {task: {items, found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common:
+    found in more texts than count as a match. Metrics that are not a mean over items are left out.
     """
     entries = {}
     for name in samples.keys() & seen.benchmarks:
@@ -131,9 +129,6 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
                 without[metric] = {"value": statistics.fmean(rest) if rest else None, "stderr": stderr}
         entries[name] = {"items": len(numbers), "found": found, "common": common, "without": without}
     return {"texts": seen.texts, "ngram": seen.n_grams, "tasks": entries}
-
-
-# ---- two models on the same items ----
 
 
 @dataclass(frozen=True)
@@ -188,17 +183,14 @@ def read_answers(folder: Path) -> Answers:
 
 
 def compare(a: Answers, b: Answers) -> list[Difference]:
-    """Return the differences of all metrics of all tasks that two models have answered.
+    """Return the differences of all metrics of all tasks that two models have answered, filter by filter.
 
-    Answers of several filters are compared filter by filter. Items are the same if their hashes are. Raises UserError
-    if the two have no item with a score in common.
+    Items are the same if their hashes are. Raises UserError if the two have no item with a score in common.
     """
-    common = (each for each in a if each in b)
-    differences = [difference for each in common for difference in _differences(*each, a[each], b[each])]
+    differences = [found for each in a if each in b for found in _differences(*each, a[each], b[each])]
     if not differences:
         what = "these two have no benchmark with at least two items in common that both have a score of"
-        tasks = (", ".join(dict.fromkeys(task for task, _ in answers)) for answers in (a, b))
-        raise UserError(what, fix=f"Evaluate both on the same task and data; they have {'; and '.join(tasks)}.")
+        raise UserError(what, fix="Evaluate both on the same task and data.")
     return differences
 
 

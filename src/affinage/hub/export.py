@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, split_state_dict_into_shards_factory
+from huggingface_hub import ModelCard, ModelCardData, split_state_dict_into_shards_factory
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
@@ -68,8 +68,8 @@ def export(
 
     The folder appears whole or not at all, in place of one that was there. The same model gives the same bytes. A
     weight file holds at most `max_shard_size` bytes. The card loads it from `place`, by default the folder's name.
-    `sampling` are settings for generation_config.json, by default greedy decoding. Returns the files with their sizes.
-    Raises UserError for graphs that no architecture of transformers computes, and for weights that `dtype` cannot hold.
+    `sampling` are settings for generation_config.json, by default greedy. Returns the files with their sizes. Raises
+    UserError for graphs that no architecture of transformers computes, and for weights that `dtype` cannot hold.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -170,14 +170,8 @@ def write_hf_tokenizer(
     write_json(folder / CONFIG, config)
 
 
-# ---- the card ----
-
-
 def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
-    """Return README.md of a released model; the scores in its metadata for the Hub are those of the last results.
-
-    `place` is the folder or repository that the usage loads.
-    """
+    """Return README.md of a released model; `place` is the folder or repository that the usage loads."""
     tokenizer = model.tokenizer
     # What every training text began with; other tokenizers than affinage's own add it by themselves.
     opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""
@@ -194,15 +188,12 @@ def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
         return "\n".join(["| " + " | ".join(header) + " |", "|" + " --- |" * len(header), *lines])
 
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    last: list[EvalResult] = []
     for label, result in facts.results.items():
-        last = []
         for task, metrics in result.items():
             for metric, score in metrics.items():
                 error = "" if score["stderr"] is None else f" ± {number(score['stderr'])}"
                 cell = number(score["value"]) + error + (" †" if score.get("in_chat") else "")
                 rows.setdefault((task, metric), {})[label] = cell
-                last.append(EvalResult("text-generation", task, task, metric, round(score["value"], 4)))
     note = f"  # in training, every text begins with {opening}" if opening else ""
     keys = ("name", "licence", "documents", "bytes")
     metadata = ModelCardData(
@@ -211,8 +202,6 @@ def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["affinage", "jax"] + (["conversational"] if facts.tuned else []),
-        model_name=model.name if last else None,
-        eval_results=last or None,
     )
     card = ModelCard.from_template(
         metadata,

@@ -120,8 +120,6 @@ class FamilySpec:
     transposed: bool  # matrices of layers are nn.Linear's, [outputs, inputs], and not Conv1D's
     tensors: Mapping[str, str]  # dotted path of a parameter -> name with {layer} and {expert}, or name/third
 
-    # ---- config.json ----
-
     def to_config(self, graph: Graph, *, context: int | None = None) -> dict[str, Any]:
         """Return what config.json says of a graph of this family; `context` is the longest input in tokens."""
         return self._values(decoder_settings(graph) | {"context": context})
@@ -172,11 +170,8 @@ class FamilySpec:
             theirs = decoder_settings(parse(self.from_config(values, "")[1]))
         except UserError as error:
             return {"": (error.what, None)}
-        paths = [path for path in settings | theirs if not _TRAINING_ONLY.fullmatch(path)]
-        pairs = {path: (settings.get(path), theirs.get(path)) for path in paths}
-        return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
-
-    # ---- tensors ----
+        pairs = {path: (settings.get(path), theirs.get(path)) for path in settings | theirs}
+        return {p: pair for p, pair in pairs.items() if pair[0] != pair[1] and not _TRAINING_ONLY.fullmatch(p)}
 
     def to_tensors(self, params: PyTree, graph: Graph) -> dict[str, NDArray[Any]]:
         """Return the parameters under transformers' names, in their own dtype."""
@@ -254,14 +249,9 @@ def _model(settings: Settings) -> dict[str, Any]:
 
 
 def _refused(name: str, value: Any, where: str) -> UserError:
-    return UserError(
-        f"`{name}: {value}` cannot be honored, so this model is not imported",
-        where=where,
-        fix="Models of this family with the usual value can be imported.",
-    )
+    what = f"`{name}: {value}` cannot be honored, so this model is not imported"
+    return UserError(what, where=where, fix="Models of this family with the usual value can be imported.")
 
-
-# ---- rotary positions ----
 
 _ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
 _SCALINGS: dict[str, dict[str, str]] = {  # setting of the graph -> key of transformers
@@ -311,9 +301,6 @@ def _rope_from_config(values: Mapping[str, Any], theta: float, where: str) -> di
     return {"theta": (different or [theta])[0]} | ({"scaling": {"kind": kind, **scaling}} if scaling else {})
 
 
-# ---- all families ----
-
-
 class Architecture(NamedTuple):
     """What a config.json describes."""
 
@@ -324,15 +311,12 @@ class Architecture(NamedTuple):
     ignored: tuple[str, ...]  # keys that transformers does not know for this family, and so ignores
 
 
-def _family(model_type: str, spec: Mapping[str, Any]) -> FamilySpec:
-    layer = {f"blocks.{ours}": f"{spec['prefix']}.{{layer}}.{theirs}" for ours, theirs in spec["layer"].items()}
-    fields = {name: spec[name] for name in ("architecture", "constants", "fixed", "rope_theta", "transposed")}
-    keys = {name: key for name, key in spec["keys"].items() if key is not None}
-    return FamilySpec(model_type, keys=keys, tensors=spec["tensors"] | layer, **fields)
-
-
-_WRITTEN = yaml.safe_load(files("affinage.hub").joinpath("families.yaml").read_text(encoding="utf-8"))
-FAMILIES = {model_type: _family(model_type, spec) for model_type, spec in _WRITTEN.items()}
+FAMILIES: dict[str, FamilySpec] = {}
+for _type, _spec in yaml.safe_load(files("affinage.hub").joinpath("families.yaml").read_text("utf-8")).items():
+    _prefix, _layer = _spec.pop("prefix"), _spec.pop("layer")
+    _spec["keys"] = {name: key for name, key in _spec["keys"].items() if key is not None}
+    _names = {f"blocks.{ours}": f"{_prefix}.{{layer}}.{theirs}" for ours, theirs in _layer.items()}
+    FAMILIES[_type] = FamilySpec(_type, **_spec | {"tensors": _spec["tensors"] | _names})
 
 
 def family_of(graph: Graph) -> FamilySpec:
@@ -350,8 +334,7 @@ def family_of(graph: Graph) -> FamilySpec:
 def architecture_of(values: Mapping[str, Any], where: str) -> Architecture:
     """Read a config.json of one of `FAMILIES`; where it has no value, transformers' default holds.
 
-    Raises:
-        UserError: another family, or a value that the graph would not compute with.
+    Raises UserError for another family, and for a value that the graph would not compute with.
     """
     if values.get("auto_map"):
         fix = "Import a version of the model in transformers' own form."

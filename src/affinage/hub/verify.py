@@ -49,9 +49,9 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     """Load `folder` with transformers and compare it with `model`.
 
     Compared are the names of the tensors, the logits of `texts` (float32, weights rounded to the exported dtype on both
-    sides), the token ids of `texts` and of texts that are hard to tokenize, the ids of the control tokens, and, if the
-    folder has a chat template, the ids of conversations. Returns what was compared and the largest difference as a
-    share of the largest logit. Raises UserError at the first disagreement, or if torch or transformers are missing.
+    sides), the token ids of texts and control tokens, and, if the folder has a chat template, of conversations. Returns
+    what was compared and the largest difference as a share of the largest logit. Raises UserError at the first
+    disagreement, or if torch or transformers are missing.
     """
     try:
         import torch  # heavy, and only here
