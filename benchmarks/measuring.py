@@ -63,7 +63,7 @@ def random_llama(folder: Path, layers: int, width: int, ffn: int, vocabulary: in
     """Export a Llama with random weights and heads of 64 as a Hugging Face folder."""
     import jax
 
-    from affinage.generation.model import LoadedModel
+    from affinage.generation.engine import LoadedModel
     from affinage.hub.export import CardFacts, export
     from affinage.model import parse
     from affinage.model.forward import init_params

@@ -16,7 +16,7 @@ from scipy.stats import binomtest
 import tiny_run
 from affinage.config.load import load_recipe
 from affinage.evaluation.run import evaluate
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, right_items
 from affinage.pipeline.opening import open_model

@@ -134,7 +134,7 @@ def _write_model(
     """Export a model, with a card of what its run knows and, if it is not trained to its end, how far it is."""
     from affinage.hub.export import CardFacts
     from affinage.hub.export import export as write
-    from affinage.pipeline.models import is_tuned, recorded, release_of, results_of
+    from affinage.pipeline.models import is_tuned, license_of, recorded, results_of
     from affinage.pipeline.opening import open_model
     from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
@@ -143,7 +143,7 @@ def _write_model(
         return Path(name).name if Path(name).is_absolute() else name  # a card does not show this machine's folders
 
     of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
-    license, sampling = release_of(target.path, license or of_run.get("license"))
+    license = license or of_run.get("license") or license_of(target.path)
     results = results_of(target.path, target.run) if target.run is not None and target.step is None else {}
     facts = CardFacts(license)
     if target.run is not None and results:
@@ -153,7 +153,7 @@ def _write_model(
         checkpoint = str(replace(state, model=public(state.model)))
         facts = replace(facts, training={**facts.training, "Checkpoint": checkpoint})
     model = open_model(target, runs)
-    write(replace(model, name=public(model.name)), to, facts=facts, place=public(str(to)), sampling=sampling, **how)
+    write(replace(model, name=public(model.name)), to, facts=facts, place=public(str(to)), **how)
 
 
 def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> None:

@@ -18,7 +18,7 @@ from affinage.data.json_files import write_atomically, write_json
 from affinage.data.overlap import BenchmarkItem
 from affinage.data.tokenizer import FILE
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.results import read_json
 
 RESULTS = "results.json"

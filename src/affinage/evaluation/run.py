@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
@@ -34,8 +33,7 @@ from affinage.evaluation.results import (
 )
 from affinage.evaluation.scoring import default_batch, score
 from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, is_chat, items_of, of_pocket_world
-from affinage.generation.engine import Generation, generate
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import Generation, LoadedModel, generate
 from affinage.generation.sampling import SamplingParams
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
@@ -71,7 +69,6 @@ class JaxLM(TemplateLM):
         self.in_chat_template = False  # whether the texts of requests were made by `apply_chat_template`
         self._progress, self._batch = progress, batch
         self._encode = lru_cache(maxsize=1024)(model.tokenizer.encode)  # choices share their question
-        self._truncated: set[tuple[str, ...]] = set()  # see `was_truncated`
         tokenizer = model.tokenizer
         self.eot_token_id, self.prefix_token_id = tokenizer.eos, tokenizer.bos  # </s>; <s> stands for an empty context
         self.max_length, self.tokenizer_name = model.context, f"affinage-{model.name}"
@@ -112,7 +109,6 @@ class JaxLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        self._truncated |= {text for text, before, after in requests if len(before) + len(after) > self.max_length + 1}
 
         def keep(index: int, answer: tuple[float, bool]) -> None:
             self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
@@ -133,15 +129,14 @@ class JaxLM(TemplateLM):
             ):
                 owners.append(index)
                 windows.append(make_disjoint_window(window))
-        self._truncated |= {(texts[index],) for index, pieces in Counter(owners).items() if pieces > 1}
         totals = [0.0] * len(texts)
         for index, (value, _) in zip(owners, self._score(windows, "windows of text"), strict=True):
             totals[index] += value
         return totals
 
-    def was_truncated(self, arguments: Sequence[Any]) -> bool:
-        """Return whether a request of these arguments did not fit the context: it was cut, or scored in pieces."""
-        return tuple(text for text in arguments if isinstance(text, str)) in self._truncated
+    def exceeds(self, arguments: Sequence[Any]) -> bool:
+        """Return whether the texts of a request do not fit the context: they were cut, or scored in pieces."""
+        return len(self.tok_encode("".join(text for text in arguments if isinstance(text, str)))) > self.max_length + 1
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the text after every context, up to a stop string, <|im_end|>, </s> or the length of the task."""
@@ -152,10 +147,8 @@ class JaxLM(TemplateLM):
         with self._timed(len(requests)):
             for params, indices in grouped.items():
                 room = self.max_length - params.max_new_tokens
-                prompts = [self.tok_encode(requests[index].args[0]) for index in indices]
-                pairs = zip(indices, prompts, strict=True)
-                self._truncated |= {(requests[index].args[0],) for index, ids in pairs if len(ids) > room}
-                prompts = [ids[-room:] or [self.prefix_token_id] for ids in prompts]
+                prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
+                prompts = [ids or [self.prefix_token_id] for ids in prompts]
 
                 def keep(place: int, generation: Generation, indices: list[int] = indices) -> None:
                     texts[indices[place]] = generation.text
@@ -325,7 +318,7 @@ def _result(name: str, raw: Mapping[str, Any], lm: JaxLM) -> dict[str, Any]:
     result = {
         "metrics": metrics,
         "items": raw["n-samples"][name]["effective"],
-        "truncated": len({item["doc_id"] for item in samples if any(map(lm.was_truncated, item["arguments"]))}),
+        "truncated": len({item["doc_id"] for item in samples if any(map(lm.exceeds, item["arguments"]))}),
         "num_fewshot": raw["n-shot"].get(name, 0),
         "chat_template": lm.in_chat_template,
         "version": raw["versions"].get(name),

@@ -6,7 +6,7 @@ itself. Groups are packed into rows of few lengths. Only scalars leave the devic
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from affinage.data.special_tokens import PAD
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel, logits_of
+from affinage.generation.engine import LoadedModel, logits_of
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.embedding import multiply_out
@@ -121,9 +121,9 @@ class Batch:
     """Rows of groups, padded to one shape, in R equal parts; a part is a row if few of its tokens are scored."""
 
     tokens: Int[np.ndarray, "B S"]  # of a group the shared ones, then the ends of its rows one after the other
-    positions: Int[np.ndarray, "B S"]  # those of every end follow the shared ones
-    segments: Int[np.ndarray, "B S"]  # a number for the shared tokens, and for each end
-    prefix_segment_ids: Int[np.ndarray, "B S"]  # for an end that of the shared tokens; for other tokens their own
+    # `positions`: those of every end follow the shared ones. `segment_ids`: a number for the shared tokens, and one for
+    # each end. `prefix_segment_ids`: for an end that of the shared tokens, for other tokens their own.
+    places: Mapping[str, Int[np.ndarray, "B S"]]
     logit_positions: Int[np.ndarray, "R P"]  # places in the flattened tokens of a part after which targets stand
     targets: Int[np.ndarray, "R P"]  # to score
     requests: list[list[tuple[int, int]]]  # of each part in the order of the targets, each with their number
@@ -207,8 +207,8 @@ def _packed(longest_first: Sequence[PrefixGroup], sizes: Sequence[int], *, packe
 def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, pad: int, joined: bool) -> Batch:
     """A batch of rows, of which `of_part` are a part with `columns` targets."""
     parts = len(rows) // of_part
-    positions, segments, prefixes = (np.zeros((len(rows), length), np.int32) for _ in range(3))
-    places, targets = (np.zeros((parts, columns), np.int32) for _ in range(2))
+    positions, segments, prefixes = arrays = [np.zeros((len(rows), length), np.int32) for _ in range(3)]
+    after_which, targets = (np.zeros((parts, columns), np.int32) for _ in range(2))
     tokens, requests = np.full((len(rows), length), pad, np.int32), [list[tuple[int, int]]() for _ in range(parts)]
     for index, groups in enumerate(rows):
         part, place_in_part = divmod(index, of_part)
@@ -230,13 +230,14 @@ def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, p
                 # A target may stand after the last of the shared tokens.
                 after = np.arange(row.first, len(row.tokens))
                 count = len(row.targets)
-                places[part, column : column + count] = place_in_part * length + np.where(
+                after_which[part, column : column + count] = place_in_part * length + np.where(
                     after < shared, after + first, after - shared + start
                 )
                 targets[part, column : column + count] = row.targets
                 requests[part].append((row.request, count))
                 start, column = own.stop, column + count
-    return Batch(tokens, positions, segments, prefixes, places, targets, requests, joined)
+    places = dict(zip(("positions", "segment_ids", "prefix_segment_ids"), arrays, strict=True))
+    return Batch(tokens, places, after_which, targets, requests, joined)
 
 
 # ---- scores ----
@@ -254,15 +255,10 @@ def _scores(
     tokens: Int[Array, "B S"],
     logit_positions: Int[Array, "R P"],
     targets: Int[Array, "R P"],
-    joined: Sequence[Int[Array, "B S"]] | None = None,  # positions, segments, prefix segments
+    places: Mapping[str, Int[Array, "B S"]],  # see `logits_of`
 ) -> Scores:
     """Log-probability of each target, and whether it is the most likely token, in float32, a block at a time."""
-    positions, segments = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape), None
-    if joined is not None:
-        positions, *segments = joined
-    lazy, _ = logits_of(
-        graph, params, tokens, positions, dtype, layout=layout, segments=segments, logit_positions=logit_positions
-    )
+    lazy, _ = logits_of(graph, params, tokens, dtype, places=places, layout=layout, logit_positions=logit_positions)
     vocabulary = lazy.kernel.shape[0]
 
     def score_one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -309,8 +305,8 @@ def score(
     pending: list[tuple[Batch, Scores]] = []
     groups, multiple = find_groups(rows, most), model.row_multiple
     for each in batches(groups, tokens, context=model.context, most=most, pad=PAD, multiple=multiple):
-        joined = (each.positions, each.segments, each.prefix_segment_ids) if each.joined else None
-        arrays = jax.tree.map(model.place, (each.tokens, each.logit_positions, each.targets, joined))
+        places = each.places if each.joined else {}
+        arrays = jax.tree.map(model.place, (each.tokens, each.logit_positions, each.targets, places))
         pending.append((each, program(*arrays)))
         if len(pending) > 1:  # the device computes this batch while the numbers of the one before are taken apart
             collect(*pending.pop(0))

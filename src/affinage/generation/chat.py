@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.engine import Engine
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import Engine, LoadedModel
 from affinage.generation.sampling import SamplingParams
 
 _SHORTEST = 1024  # tokens of the first cache

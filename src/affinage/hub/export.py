@@ -22,7 +22,7 @@ from affinage.data.json_files import write_atomically, write_json
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import CONFIG, TEMPLATE, Tokenizer
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.hub.families import FAMILIES, decoder_nodes, family_of
 from affinage.model import Adapters
 from affinage.model.analysis import parameters
@@ -61,15 +61,14 @@ def export(
     facts: CardFacts,
     dtype: str = "float32",
     place: str = "",
-    sampling: Mapping[str, Any] | None = None,
     max_shard_size: int = 5_000_000_000,
 ) -> dict[str, Any]:
     """Write `folder`: configuration, weights in safetensors, tokenizer, chat template for chat models, and a card.
 
     The folder appears whole or not at all, in place of one that was there. The same model gives the same bytes. A
     weight file holds at most `max_shard_size` bytes. The card loads it from `place`, by default the folder's name.
-    `sampling` are settings for generation_config.json, by default greedy. Returns the files with their sizes. Raises
-    UserError for graphs that no architecture of transformers computes, and for weights that `dtype` cannot hold.
+    Returns the files with their sizes. Raises UserError for graphs that no architecture of transformers computes, and
+    for weights that `dtype` cannot hold.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -79,7 +78,7 @@ def export(
     # Transformers 5 reads "dtype", transformers 4 "torch_dtype".
     config = ids | {"eos_token_id": tokenizer.eos, "dtype": dtype, "torch_dtype": dtype}
     write_json(partial / "config.json", family.to_config(model.graph, context=model.context) | config)
-    generation = ids | {"eos_token_id": list(tokenizer.stops), "do_sample": False} | dict(sampling or {})
+    generation = ids | {"eos_token_id": list(tokenizer.stops), "do_sample": False}
     write_json(partial / "generation_config.json", generation)
     tensors = family.to_tensors(jax.device_get(model.params), model.graph)
     _write_weights({name: _converted(name, tensor, dtype) for name, tensor in tensors.items()}, partial, max_shard_size)

@@ -24,12 +24,10 @@ from affinage.hub.families import FAMILIES, Architecture, architecture_of
 from affinage.model.graph import Graph, parse
 from affinage.model.layer import PyTree
 from affinage.paths import from_home
-from affinage.results import read_json
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _DTYPES = ("F16", "BF16", "F32", "F64")  # others belong to quantized weights, or are no weights
 _UNREADABLE = (SafetensorError, TypeError, ValueError, AttributeError, OverflowError)  # all but the first are NumPy's
 # Buffers in old files that follow from the configuration: GPT-2's masks, Llama's frequencies.
@@ -73,16 +71,13 @@ def hub_facts(folder: Path) -> dict[str, Any]:
     """Return what a folder says of its model beside the weights, in the form of model.json.
 
     `system_prompt` is the default one of a chat model that affinage exported, `chat_template` the one of any other.
-    `imported` holds whether it is a chat model, and of its `release` the license, which is that in the front matter of
-    README.md or None, and the sampling settings of generation_config.json.
+    `imported` holds whether it is a chat model, and of its `release` the license in README.md's front matter or None.
     """
     template, card = template_in(folder), dict[str, Any]()
     system_prompt = None if template is None else system_prompt_in(template)
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
         card = metadata_load(folder / "README.md") or {}
-    license, settings = card.get("license"), read_json(folder / "generation_config.json")
-    sampling = {name: settings[name] for name in _SAMPLING if isinstance(settings.get(name), int | float)}
-    release = {"license": license if isinstance(license, str) else None, "sampling": sampling}
+    release = {"license": license if isinstance(license := card.get("license"), str) else None}
     facts = {"system_prompt": system_prompt or "", "imported": {"chat": template is not None, "release": release}}
     return facts if system_prompt is not None or template is None else facts | {"chat_template": template}
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from affinage.data.chat import encode_prompt, system_prompt_in, with_system_prompt
 from affinage.data.special_tokens import CONTROL_PIECES
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel, logits_of
+from affinage.generation.engine import LoadedModel, logits_of
 from affinage.hub.export import DTYPES
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
@@ -158,8 +158,7 @@ def _apart(
 def _logits(
     graph: Graph, params: PyTree, tokens: Int[Array, "B S"], layout: MeshLayout | None
 ) -> Float[Array, "B S V"]:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return logits_of(graph, params, tokens, positions, "float32", attention="xla", layout=layout)[0].array()
+    return logits_of(graph, params, tokens, "float32", attention="xla", layout=layout)[0].array()
 
 
 def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:

@@ -14,7 +14,7 @@ from affinage.checkpoint import CheckpointStore
 from affinage.cluster.processes import Processes
 from affinage.config.training import TrainSettings, TuningSettings
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.model import Graph
 from affinage.parallel import MeshLayout, serving_table

@@ -24,7 +24,7 @@ from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.config.training import LoraSettings, PrecisionSettings
 from affinage.data.tokenizer import Tokenizer, add_chat_tokens
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse

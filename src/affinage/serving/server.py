@@ -27,8 +27,15 @@ from starlette.staticfiles import StaticFiles
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.engine import TOP_LOGPROBS, Engine, EngineRequest, Event, Generation, token_logprobs
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import (
+    TOP_LOGPROBS,
+    Engine,
+    EngineRequest,
+    Event,
+    Generation,
+    LoadedModel,
+    token_logprobs,
+)
 from affinage.generation.sampling import SamplingParams
 
 _LOG = logging.getLogger(__name__)
