@@ -64,7 +64,7 @@ def random_llama(folder: Path, layers: int, width: int, ffn: int, vocabulary: in
     import jax
 
     from affinage.generation.engine import LoadedModel
-    from affinage.hub.export import CardFacts, export
+    from affinage.hub.folder import CardFacts, export
     from affinage.model import parse
     from affinage.model.forward import init_params
     from tiny_models import LLAMA, tokenizer

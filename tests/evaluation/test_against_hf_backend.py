@@ -7,7 +7,7 @@ from lm_eval.evaluator import evaluate
 from affinage.evaluation.harness import load_tasks, quiet
 from affinage.evaluation.run import JaxLM
 from affinage.evaluation.tasks import find_tasks
-from affinage.hub.export import CardFacts, export
+from affinage.hub.folder import CardFacts, export
 from choice_task import write_task
 from tiny_models import CONTEXT, tiny_llama
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from affinage.data.tokenizer import Tokenizer
 from affinage.generation.engine import Engine, generate, token_logprobs
 from affinage.generation.sampling import Detokenizer, SamplingParams
-from affinage.hub.export import CardFacts, export
+from affinage.hub.folder import CardFacts, export
 from affinage.model.layers import attention, block
 from tiny_models import CONTEXT, full_logits, tiny_llama, tokenizer
 

@@ -12,8 +12,7 @@ from huggingface_hub import ModelCard
 from safetensors.numpy import load_file, save_file
 
 from affinage.errors import UserError
-from affinage.hub.export import CardFacts, export, model_card
-from affinage.hub.read import read_hub_folder
+from affinage.hub.folder import CardFacts, export, model_card, read_hub_folder
 from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
 from affinage.model.analysis import parameters
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama

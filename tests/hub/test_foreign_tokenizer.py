@@ -17,7 +17,7 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.evaluation.run import JaxLM
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
-from affinage.hub.export import CardFacts, export
+from affinage.hub.folder import CardFacts, export
 from affinage.hub.verify import verify
 from affinage.pipeline.models import is_chat, locate, made_from, resolve
 from affinage.pipeline.opening import import_model, open_model

@@ -22,8 +22,7 @@ import warm_python
 from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
 from affinage.errors import UserError
-from affinage.hub.export import CardFacts, export
-from affinage.hub.read import local_copy
+from affinage.hub.folder import CardFacts, export, local_copy
 from affinage.pipeline.build import is_local
 from hub_server import Fault, Hub
 from tiny_models import tiny_llama

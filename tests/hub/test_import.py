@@ -20,9 +20,8 @@ import tiny_graphs
 from affinage.checkpoint import CheckpointStore
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.hub.export import CardFacts, export
 from affinage.hub.families import FAMILIES, architecture_of, family_of
-from affinage.hub.read import CONFIG, hub_facts, read_hub_folder
+from affinage.hub.folder import CONFIG, CardFacts, export, hub_facts, read_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import init_params, parse
 from affinage.model.layer import map_parameters

@@ -9,7 +9,7 @@ import pytest
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.hub.export import CardFacts, export
+from affinage.hub.folder import CardFacts, export
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import is_chat
 from affinage.pipeline.opening import import_model, open_model

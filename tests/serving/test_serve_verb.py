@@ -14,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from affinage.hub.export import CardFacts, export
+from affinage.hub.folder import CardFacts, export
 from affinage.serving import server
 from tiny_models import tiny_llama
 

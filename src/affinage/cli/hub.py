@@ -39,7 +39,7 @@ def import_(
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip("._-") or "imported"
     folder = to or Path(name)
     _must_be_new(folder)
-    from affinage.hub.read import local_copy
+    from affinage.hub.folder import local_copy
     from affinage.model.analysis import parameters
     from affinage.pipeline.opening import import_model
 
@@ -132,8 +132,8 @@ def _write_model(
     **how: Any,
 ) -> None:
     """Export a model, with a card of what its run knows and, if it is not trained to its end, how far it is."""
-    from affinage.hub.export import CardFacts
-    from affinage.hub.export import export as write
+    from affinage.hub.folder import CardFacts
+    from affinage.hub.folder import export as write
     from affinage.pipeline.models import is_tuned, license_of, recorded, results_of
     from affinage.pipeline.opening import open_model
     from affinage.report.card import card_facts
@@ -157,7 +157,7 @@ def _write_model(
 
 
 def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> None:
-    from affinage.hub.export import write_adapter
+    from affinage.hub.folder import write_adapter
     from affinage.pipeline.models import adapter_base, command
     from affinage.pipeline.opening import open_adapters
 

@@ -75,11 +75,11 @@ def load_tasks(
     random.seed(0)  # tasks may shuffle as they are loaded; these are the harness's own seeds
     np.random.seed(1234)
     limit_requests()
-    manager = task_manager([task["task"] for task in tasks if not _is_own(task)])
+    manager = task_manager([task["task"] for task in tasks if len(task) == 1 or is_offline(task)])
     loaded: dict[str, Task] = {}
     for spec in map(dict, tasks):
         name, where = spec["task"], str(spec.pop("where", spec["task"]))
-        is_own, is_remote = _is_own(spec), on_hub(spec)
+        is_remote, is_own = on_hub(spec), len(spec) > 1 and not is_offline(spec)  # a task file defines it
         try:
             if is_own:
                 _check_metrics(spec)
@@ -102,11 +102,6 @@ def load_tasks(
                 fix = _OFFLINE.format(huggingface_hub.constants.ENDPOINT)
             raise UserError(what, where=where, fix=fix) from error
     return loaded
-
-
-def _is_own(spec: Mapping[str, Any]) -> bool:
-    """Whether a task file defines it, not the harness."""
-    return len(spec) > 1 and not is_offline(spec)
 
 
 def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskManager:
@@ -182,10 +177,10 @@ def _check_items(task: Task) -> None:
 
 
 def cached(lm: LM, path: Path, model: str) -> CachingLM:
-    """Return the backend with lm-evaluation-harness's own cache of answers in a file, for one model only.
+    """Return the backend with the harness's own cache of answers in a file, of JSON instead of pickles, for one model.
 
-    The file holds JSON, not the pickles that the harness would write. When hosts evaluate together, the first one has
-    the file and broadcasts its content: all of them must send the same questions to the devices.
+    When hosts evaluate together, the first one has the file and broadcasts its content: all of them must send the same
+    questions to the devices.
     """
     processes = Processes.at_work()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,7 @@ def fingerprint(model: LoadedModel) -> str:
 def write_results(results: Mapping[str, Any], lines: Lines, folder: Path) -> None:
     """Write results and the lines of each task's items, beside those of other tasks of the same model.
 
-    What the folder has of a model with another fingerprint is removed. Killed at any moment, it leaves no two models
-    that would be taken for one.
+    What the folder has of a model with another fingerprint is removed first, whenever it is killed.
     """
     earlier = read_json(folder / RESULTS)
     if earlier.get("fingerprint") != results["fingerprint"]:
@@ -174,7 +173,7 @@ def read_answers(folder: Path) -> Answers:
             for item in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
                 items = answers.setdefault((file.stem, item.get("filter")), {})
                 count = next(n for n in itertools.count() if (item["hash"], n) not in items)
-                items[item["hash"], count] = {of_item(name): value for name, value in item.items()}
+                items[item["hash"], count] = item
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError("these answers are damaged", where=str(file), fix="Evaluate the model again.") from error
     if not answers:
@@ -187,36 +186,35 @@ def compare(a: Answers, b: Answers) -> list[Difference]:
 
     Items are the same if their hashes are. Raises UserError if the two have no item with a score in common.
     """
-    differences = [found for each in a if each in b for found in _differences(*each, a[each], b[each])]
+    from scipy import stats  # seconds
+
+    differences = []
+    for task, filtered in (each for each in a if each in b):
+        ours, theirs = a[task, filtered], b[task, filtered]
+        pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
+        hashes = ("prompt_hash", "target_hash")
+        otherwise = sum(any(first.get(name) != other.get(name) for name in hashes) for first, other in pairs)
+        unmatched = len(ours) + len(theirs) - 2 * len(pairs)
+        for metric in dict.fromkeys(name for first, _ in pairs for name in first if name not in _FACTS):
+            both = [(first[metric], other.get(metric)) for first, other in pairs if first.get(metric) is not None]
+            values = np.array([pair for pair in both if pair[1] is not None], np.float64)
+            if len(values) < 2:
+                continue
+            before, after = map(float, values.mean(axis=0))
+            apart = values[:, 1] - values[:, 0]
+            error = float(apart.std(ddof=1) / math.sqrt(len(apart)))
+            reach = float(stats.t.ppf(1 - _ALPHA / 2, len(apart) - 1)) * error
+            changed = apart[apart != 0]
+            if not len(changed):
+                p = 1.0
+            elif np.ptp(np.abs(changed)) < 1e-12:
+                p = float(stats.binomtest(int((changed > 0).sum()), len(changed)).pvalue)
+            else:
+                p = float(2 * stats.t.sf(abs((after - before) / error), len(apart) - 1))
+            change, counts = after - before, (len(apart), unmatched, otherwise)
+            scores = (before, after, change, error, change - reach, change + reach, p)
+            differences.append(Difference(task, label(metric, filtered), *counts, *scores))
     if not differences:
         what = "these two have no benchmark with at least two items in common that both have a score of"
         raise UserError(what, fix="Evaluate both on the same task and data.")
     return differences
-
-
-def _differences(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> Iterator[Difference]:
-    from scipy import stats  # seconds
-
-    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
-    hashes = ("prompt_hash", "target_hash")
-    otherwise = sum(any(first.get(name) != other.get(name) for name in hashes) for first, other in pairs)
-    unmatched = len(ours) + len(theirs) - 2 * len(pairs)
-    for metric in dict.fromkeys(name for first, _ in pairs for name in first if name not in _FACTS):
-        both = [pair for pair in pairs if all(item.get(metric) is not None for item in pair)]
-        if len(both) < 2:
-            continue
-        values = np.array([[item[metric] for item in pair] for pair in both], np.float64)
-        a, b = map(float, values.mean(axis=0))
-        apart = values[:, 1] - values[:, 0]
-        error = float(apart.std(ddof=1) / math.sqrt(len(apart)))
-        reach = float(stats.t.ppf(1 - _ALPHA / 2, len(values) - 1)) * error
-        changed = apart[apart != 0]
-        if not len(changed):
-            p = 1.0
-        elif np.ptp(np.abs(changed)) < 1e-12:
-            p = float(stats.binomtest(int((changed > 0).sum()), len(changed)).pvalue)
-        else:
-            p = float(2 * stats.t.sf(abs((b - a) / error), len(apart) - 1))
-        low, high = b - a - reach, b - a + reach
-        scores = (len(values), unmatched, otherwise, a, b, b - a, error, low, high, p)
-        yield Difference(task, label(metric, filtered), *scores)

@@ -1,10 +1,8 @@
-"""Log-probabilities of continuations: rows that begin alike are computed once, and packed into batches of few shapes.
+"""Log-probabilities of continuations, packed into batches of few shapes; only scalars leave the device.
 
-Rows that begin alike are a prefix group, in which the shared tokens stand once, and each row's end sees them and
-itself. Groups are packed into rows of few lengths. Only scalars leave the device.
+Rows that begin alike are a prefix group: the shared tokens stand once, and each row's end sees them and itself.
 """
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,8 +58,6 @@ def as_rows(pairs: Sequence[Pair], context: int) -> list[Row]:
     return rows
 
 
-# ---- groups ----
-
 _SHORTEST = 8  # shared tokens that are worth a group, and a quarter of a row's tokens, too
 _ROOM = 256  # tokens of a group of short rows, at most
 
@@ -105,8 +101,6 @@ def find_groups(rows: Sequence[Row], most: int) -> list[PrefixGroup]:
         groups.append(PrefixGroup(0, (row,)))
     return groups
 
-
-# ---- batches ----
 
 # Tokens of a row that short groups are put into. Which of them leaves little padding depends on the groups: of
 # those of 50 tokens 192 hold three, and 256 five.
@@ -240,8 +234,6 @@ def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, p
     return Batch(tokens, places, after_which, targets, requests, joined)
 
 
-# ---- scores ----
-
 Scores = tuple[Float[Array, "R P"], Bool[Array, "R P"]]
 
 
@@ -316,10 +308,8 @@ def score(
 
 
 def default_batch(model: LoadedModel) -> int:
-    """Return how many rows of the model's context are scored at once: a power of two, times what they are split over.
+    """Return how many rows of the model's context are scored at once, a multiple of what they are split over.
 
-    The scores of attention decide: each device computes all of its rows by itself, and those of a row grow with the
-    square of the context. It is 64 rows of up to 512 tokens, 16 of 1,024, 4 of 2,048.
+    The scores of attention decide, which grow with the square of the context: 64 rows of 512 tokens, 16 of 1,024.
     """
-    fitting = min(_MAX_ROWS, _MAX_PAIRS // model.context**2)
-    return model.row_multiple * (2 ** int(math.log2(fitting)) if fitting > 1 else 1)
+    return model.row_multiple * max(1, min(_MAX_ROWS, _MAX_PAIRS // model.context**2))

@@ -1,7 +1,7 @@
 """Which tasks a name stands for: lm-evaluation-harness's own, benchmarks over items on this machine, or task files.
 
-benchmarks.yaml lists the benchmarks and groups that have names here. Their definitions are always the harness's; their
-items come from the Hub, or from a folder of JSON Lines in which a row is as in the Hub's dataset, or in another form.
+benchmarks.yaml lists those that have names here. Their definitions are the harness's; their items come from the Hub, or
+from a folder of JSON Lines in which a row is as in the Hub's dataset, or in another form.
 """
 
 import gzip
@@ -181,9 +181,6 @@ def _with_data(task: Task, file: Path) -> Task:
     return task | {"dataset_kwargs": {**kwargs, "data_files": data_files}}
 
 
-# ---- benchmarks over items on this machine ----
-
-
 def _file_of(benchmark: str, folder: Path) -> Path | None:
     names = (benchmark, *BENCHMARKS[benchmark].get("files", ()))
     paths = (folder / f"{name}{ending}" for name in names for ending in (".jsonl", ".jsonl.gz"))
@@ -281,8 +278,8 @@ def _read_rows(path: Path) -> Iterator[Task]:
 def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> "Iterator[BenchmarkItem]":
     """Yield all items of the tasks `names` (see `find_tasks`), each with the texts that would give it away.
 
-    Those are every string in the item's data, and the question as it is put with its right answer. Items are numbered
-    from 0 in the order of the task. Raises UserError for tasks that cannot be found or whose data cannot be fetched.
+    Those are every string in the item's data, and the question with its right answer. Items are numbered from 0. Raises
+    UserError for tasks that cannot be found or whose data cannot be fetched.
     """
     from affinage.evaluation.harness import load_tasks, quiet
 

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from itertools import takewhile
 from operator import eq
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,6 @@ _NOTHING = -1  # stands where a row generates no token
 _SHORTEST_BUCKET = 64  # tokens of a padded prompt, and of a cache
 _WORTH_KEEPING = 16  # tokens of a prompt that a slot holds already
 _GREEDY = SamplingParams()
-
-FinishReason = Literal["eos", "stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -103,20 +101,17 @@ class Generation:
 
     tokens: list[int]  # up to the one that completed a stop string, without a token that ended the text
     text: str  # up to a stop string
-    finish_reason: FinishReason  # eos: a token that ends a text or a turn
+    finish_reason: str  # eos (a token that ends a text or a turn), stop or length
 
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A prompt (token ids) to be continued. `index` distinguishes requests of the same prompt and seed.
-
-    A request that is `cancelled` gives its slot back at the next step.
-    """
+    """A prompt (token ids) to be continued."""
 
     prompt: Sequence[int]
     params: SamplingParams
-    index: int = 0
-    cancelled: bool = False
+    index: int = 0  # distinguishes requests of the same prompt and seed
+    cancelled: bool = False  # gives its slot back at the next step
     tokens: list[int] = field(default_factory=list)
     limit: int = 0  # the largest number of tokens to generate; set by `Engine.submit`, as is the next
     detokenizer: Detokenizer = field(init=False)
@@ -347,16 +342,14 @@ class Engine:
 
     def _dispatch(self, program: Any, requests: Sequence[EngineRequest], *arrays: np.ndarray, **static: Any) -> Array:
         """Run a program on the donated cache, with one row for each request; return the tokens that it chose."""
-        numbers = [
-            ((each.tokens or each.prompt)[-1], len(each.prompt) + len(each.tokens) - 1, len(each.tokens), each.limit)
-            for each in requests
-        ]
+        places = [len(each.prompt) + len(each.tokens) - 1 for each in requests]
+        last = [(each.tokens or each.prompt)[-1] for each in requests]
+        numbers = [(len(each.tokens), each.limit, each.index) for each in requests]
         params = [each.params for each in requests]
-        columns: list[Any] = list(np.array(numbers, np.int32).T)
-        columns += [np.array([each.index for each in requests], np.int32)]
-        columns += [np.array([each.ignore_eos for each in params]), SamplingTensors.of(params)]
+        ignored = np.array([each.ignore_eos for each in params])
+        columns = np.array([last, places, *zip(*numbers, strict=True)], np.int32)
         cache, self._cache = self._cache or self._empty(slots=self.slots, length=self.length), None
-        rows, arrays = jax.tree.map(self.model.place, (Rows(*columns), arrays))
+        rows, arrays = jax.tree.map(self.model.place, (Rows(*columns, ignored, SamplingTensors.of(params)), arrays))
         self._cache, emitted = program(self._params, cache, rows, *arrays, **static)
         return emitted
 
@@ -380,7 +373,7 @@ class Engine:
             if ended or detokenizer.stopped or len(request.tokens) >= request.limit:
                 del self.active[slot]
                 text += detokenizer.push(None)
-                reason: FinishReason = "stop" if detokenizer.stopped else "eos" if ended else "length"
+                reason = "stop" if detokenizer.stopped else "eos" if ended else "length"
                 generation = Generation(request.tokens, detokenizer.released, reason)
             if text or generation:
                 events.append((request, text, generation))
@@ -422,9 +415,6 @@ def generate(
 
 def _bucket(tokens: int) -> int:
     return max(_SHORTEST_BUCKET, 1 << (tokens - 1).bit_length())
-
-
-# ---- log-probabilities ----
 
 
 class TokenLogprobs(NamedTuple):

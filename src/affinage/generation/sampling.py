@@ -1,8 +1,7 @@
 """From the logits of the next token to the next token, and from tokens to their text.
 
-The filters are those of Hugging Face's `generate`, in its order: temperature, top-k, top-p, min-p.
-Each row of a batch has values of its own, as arrays, so that no setting compiles anything again; filters that no row
-uses are skipped as the program runs.
+The filters are those of Hugging Face's `generate`, in its order: temperature, top-k, top-p, min-p. Each row has values
+of its own, as arrays, so that no setting compiles anything again; filters that no row uses are skipped.
 """
 
 from collections.abc import Sequence
@@ -122,8 +121,7 @@ class Detokenizer:
     """The text of a growing list of tokens, released as soon as no later token can change it.
 
     Bytes of an unfinished character are held back, and so is text that a stop string may begin with. Text from a stop
-    string on is never released. (`DecodeStream` of tokenizers raises for bytes that are no text, and has no end at
-    which bytes that are held back come out.)
+    string on is never released. (`DecodeStream` of tokenizers raises for bytes that are no text.)
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:

@@ -1,8 +1,7 @@
 """The families of transformers: how config.json and tensors correspond to a graph, in both directions.
 
-families.yaml describes each of them: which key of config.json is which setting of the graph, what the graph has without
-a key, which values it computes with, and where each parameter is stored. A graph belongs to a family when the
-config.json written for it describes the same graph again.
+families.yaml describes each of them. A graph belongs to a family when the config.json written for it describes the same
+graph again.
 """
 
 import re
@@ -345,9 +344,8 @@ def architecture_of(values: Mapping[str, Any], where: str) -> Architecture:
     if family is None:
         fix = f"There are: {', '.join(FAMILIES)}."
         raise UserError(f"`model_type: {values.get('model_type')}` is not a known family", where=where, fix=fix)
-    dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise UserError(f"`dtype: {dtype}` is not a dtype of weights", where=where, fix="Use float32 or bfloat16.")
+    dtype = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
+    dtype = dtype if dtype in ("bfloat16", "float16") else "float32"
     context, model = family.from_config(values, where)
     return Architecture(family.model_type, model, context, dtype, family.unknown(values))
 

@@ -20,7 +20,7 @@ from affinage.data.chat import encode_prompt, system_prompt_in, with_system_prom
 from affinage.data.special_tokens import CONTROL_PIECES
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel, logits_of
-from affinage.hub.export import DTYPES
+from affinage.hub.folder import DTYPES
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.parallel import MeshLayout
@@ -94,8 +94,7 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
 def verify_gguf(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, Any]:
     """Convert an exported folder to GGUF by llama.cpp's script, and compare token ids and logits with the model's.
 
-    Returns the number of texts and the largest difference as a share of the largest logit. Raises UserError at the
-    first disagreement, or if the script or llama-cpp-python are missing.
+    Returns and raises as `verify`, also if the script or llama-cpp-python are missing.
     """
     converter = Path(os.environ.get(LLAMA_CPP, ".")) / CONVERTER
     if not converter.is_file() or not importlib.util.find_spec("llama_cpp"):

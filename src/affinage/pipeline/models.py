@@ -303,10 +303,10 @@ def facts_of(model: Path) -> dict[str, Any]:
 
     That is `graph`, `context`, `system_prompt`, `precision` and, where there are such, `chat_template`, `lora`,
     `release` (the license of the import that it began with), `begun_with` (where Hugging Face's
-    libraries find that one) and `imported` (see `affinage.hub.read.hub_facts`).
+    libraries find that one) and `imported` (see `affinage.hub.folder.hub_facts`).
     """
     if (model / HUB_CONFIG).is_file() and not (model / MODEL).is_file():
-        from affinage.hub.read import hub_facts
+        from affinage.hub.folder import hub_facts
 
         return hub_facts(model)
     return read_json(model / MODEL)

@@ -9,7 +9,6 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,7 @@ from affinage.training.state import kept_frozen
 from affinage.training.trainer import compute_dtype
 
 if TYPE_CHECKING:
-    from affinage.hub.read import HubModel
+    from affinage.hub.folder import HubModel
 
 Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
 Table = Mapping[LogicalAxis, tuple[MeshAxis, ...]]  # lines of the sharding table that a recipe has replaced
@@ -84,7 +83,7 @@ def open_model(
     folder = target.path
     load: Callable[[Any], Any]  # gives the parameters, of abstract ones with shardings
     if target.kind == "hub":
-        from affinage.hub.read import hub_facts, read_hub_folder  # half a second, of huggingface_hub's imports
+        from affinage.hub.folder import hub_facts, read_hub_folder  # half a second, of huggingface_hub's imports
 
         hub = read_hub_folder(folder)
         graph, tokenizer = hub.graph, fitting_tokenizer(folder, hub.graph.vocabulary)
@@ -149,7 +148,7 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
     Raises UserError for what cannot be taken over exactly.
     """
     from affinage.hub.families import with_ids
-    from affinage.hub.read import hub_facts, read_hub_folder
+    from affinage.hub.folder import hub_facts, read_hub_folder
 
     hub = read_hub_folder(source)
     tokenizer, making = fitting_tokenizer(source, hub.graph.vocabulary), folder.with_name(f".{folder.name}.partial")
@@ -158,7 +157,7 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
     tokenizer.write(making / TOKENIZER)
     if chat_tokens and not tokenizer.fixed_ids and (added := add_chat_tokens(making / TOKENIZER)):
         graph, params = with_ids(hub.graph, hub.params, added)
-        hub, origin = replace(hub, graph=graph, params=params), ""
+        hub, origin = hub._replace(graph=graph, params=params), ""
     digests = {"weights": _digest(source, "*.safetensors"), "tokenizer": _digest(making / TOKENIZER, "*")}
     facts: dict[str, Any] = {"graph": hub.graph.to_dict(), "context": hub.architecture.context, "precision": {}}
     facts |= hub_facts(source)

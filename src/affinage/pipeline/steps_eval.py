@@ -12,8 +12,8 @@ from affinage.data.documents import read_documents
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel, generate
 from affinage.generation.sampling import SamplingParams
-from affinage.hub.export import export as write_hub_folder
 from affinage.hub.families import family_of
+from affinage.hub.folder import export as write_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import parse
 from affinage.pipeline.eval_results import contamination_search

@@ -1,40 +1,185 @@
-"""A model as the folder that Hugging Face's libraries load, with its card; and adapters as PEFT does."""
+"""A model as the folder that Hugging Face's libraries load: read, and written with its card; adapters as PEFT does.
 
+Of a folder only JSON and safetensors are read: nothing in it can run.
+"""
+
+import contextlib
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
 import numpy as np
-from huggingface_hub import ModelCard, ModelCardData, split_state_dict_into_shards_factory
+import yaml
+from huggingface_hub import (
+    ModelCard,
+    ModelCardData,
+    metadata_load,
+    snapshot_download,
+    split_state_dict_into_shards_factory,
+)
+from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import disable_progress_bars
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from affinage import __version__
-from affinage.data.chat import chat_template
-from affinage.data.json_files import write_atomically, write_json
+from affinage.data.chat import chat_template, system_prompt_in
+from affinage.data.hub_answers import limit_requests, refusal
+from affinage.data.json_files import read_object, write_atomically, write_json
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
-from affinage.data.tokenizer import CONFIG, TEMPLATE, Tokenizer
+from affinage.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from affinage.data.tokenizer import TEMPLATE, Tokenizer, template_in
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
-from affinage.hub.families import FAMILIES, decoder_nodes, family_of
+from affinage.hub.families import FAMILIES, Architecture, architecture_of, decoder_nodes, family_of
 from affinage.model import Adapters
 from affinage.model.analysis import parameters
+from affinage.model.graph import Graph, parse
 from affinage.model.layer import PyTree
 from affinage.model.lora import LORA_A, LORA_B
+from affinage.paths import from_home
 from affinage.results import read_json
 
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+_DTYPES = ("F16", "BF16", "F32", "F64")  # others belong to quantized weights, or are no weights
+# Buffers in old files that follow from the configuration: GPT-2's masks, Llama's frequencies.
+_BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+_AGAIN = "Download the model again, all of it."
+# All that an import reads. Files that can run code (*.py, *.bin, *.pt) are not downloaded.
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "chat_template.jinja", "README.md"]
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _TEMPLATES = Path(__file__).parent / "templates"
 _CHAT_INPUTS = """\
 messages = [{"role": "user", "content": "Hello"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)"""
+
+
+def local_copy(folder_or_id: str) -> Path:
+    """Return the folder itself, or a copy of the repository with this id, from the cache if it is there already.
+
+    Raises UserError if there is no such folder, and the hub has no such repository or cannot be reached.
+    """
+    folder = from_home(folder_or_id)
+    if folder.is_dir():
+        return folder
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    limit_requests()
+    try:
+        return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
+    except (HTTPError, OSError, HFValidationError) as error:
+        refused = refusal(error, "model", folder_or_id)
+        what = f"there is no folder `{folder_or_id}`, and {refused.what}"
+        raise UserError(what, fix=refused.fix) from error
+
+
+class HubModel(NamedTuple):
+    """A model of the hub, without its tokenizer."""
+
+    architecture: Architecture
+    graph: Graph
+    params: PyTree  # float32, which holds every dtype of the hub exactly
+
+
+def hub_facts(folder: Path) -> dict[str, Any]:
+    """Return what a folder says of its model beside the weights, in the form of model.json.
+
+    `system_prompt` is the default one of a chat model that affinage exported, `chat_template` the one of any other.
+    `imported` holds whether it is a chat model, and of its `release` the license in README.md's front matter or None.
+    """
+    template, card = template_in(folder), dict[str, Any]()
+    system_prompt = None if template is None else system_prompt_in(template)
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        card = metadata_load(folder / "README.md") or {}
+    release = {"license": license if isinstance(license := card.get("license"), str) else None}
+    facts = {"system_prompt": system_prompt or "", "imported": {"chat": template is not None, "release": release}}
+    return facts if system_prompt is not None or template is None else facts | {"chat_template": template}
+
+
+def read_hub_folder(folder: Path) -> HubModel:
+    """Read config.json and the weights, in one file or in several with an index.
+
+    Raises UserError for a family, a configuration value or a tensor that has no place in a graph; it is named.
+    """
+    config = folder / CONFIG
+    if not config.is_file():
+        fix = "A model of Hugging Face is a folder with config.json, safetensors and tokenizer.json."
+        raise UserError(f"this is no model: there is no {CONFIG}", where=str(folder), fix=fix)
+    try:
+        architecture = architecture_of(read_object(config), str(config))
+        graph = parse(architecture.model)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        fix = "Compare it with the config.json of the original model."
+        raise UserError(f"a value in it is not what it should be: {error}", where=str(config), fix=fix) from error
+    weights = HubWeights(folder)
+    try:
+        params = FAMILIES[architecture.family].from_tensors(weights, graph)
+        unread = [name for name in weights if name not in weights.names_read and not _BUFFERS.fullmatch(name)]
+        shared = graph[graph.logits].layer.shares
+        if shared is not None and "lm_head.weight" in unread:
+            if not np.array_equal(weights["lm_head.weight"], params[shared]["embedding"]):
+                fix = "Set `tie_word_embeddings` to false if the model was trained that way."
+                raise UserError(f"{CONFIG} ties the unembedding, but lm_head.weight is another matrix", fix=fix)
+            unread.remove("lm_head.weight")
+        if unread:
+            fix = "Take config.json and the weights from the same model; adapters are merged before an import."
+            raise UserError(f"the architecture has no place for the tensors {', '.join(unread[:5])}", fix=fix)
+    except UserError as error:
+        raise UserError(error.what, where=error.where or str(folder), fix=error.fix) from error
+    return HubModel(architecture, graph, params)
+
+
+class HubWeights(dict[str, Any]):
+    """The tensors of a folder by name, read one by one in the dtype of the file; every one must be finite."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError for files that are missing, cut, or not those of the index."""
+        self._folder, self._files = folder, dict[str, Any]()
+        self.names_read: set[str] = set()
+        index, whole = folder / INDEX, folder / WHOLE
+        if index.is_file() == whole.is_file():  # of both, transformers would read the whole file
+            fix = "Only safetensors are read: other files of weights can run code. Keep those of the model alone."
+            raise UserError(f"there must be either {WHOLE} or {INDEX}, not both or none", where=str(folder), fix=fix)
+        listed: Any = {"": WHOLE} if whole.is_file() else read_object(index).get("weight_map")
+        for file in listed.values() if isinstance(listed, dict) else [None]:
+            if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
+                what = f"it does not say in which file here each tensor is, but names {file}"
+                raise UserError(what, where=str(index), fix=_AGAIN)
+            try:
+                self._files[file] = self._files.get(file) or safe_open(folder / file, framework="numpy")
+            except SafetensorError as error:
+                what = f"this is not a whole safetensors file: {error}"
+                raise UserError(what, where=str(folder / file), fix=_AGAIN) from error
+        places = ((name, file) for file, opened in self._files.items() for name in opened.keys())  # noqa: SIM118
+        super().__init__({name: file for name, file in places if listed.get(name, file) == file})
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        self.names_read.add(name)
+        file = super().__getitem__(name)
+        where, opened = str(self._folder / file), self._files[file]
+        try:
+            dtype = opened.get_slice(name).get_dtype()
+            tensor: NDArray[Any] = opened.get_tensor(name) if dtype in _DTYPES else np.empty(0)
+        except Exception as error:  # of NumPy, too, such as a shape of 65 axes
+            raise UserError(f"the tensor {name!r} cannot be read: {error}", where=where, fix=_AGAIN) from error
+        if dtype not in _DTYPES:
+            fix = "Take a version of the model in float16, bfloat16, float32 or float64."
+            raise UserError(f"the tensor {name!r} has the dtype {dtype}", where=where, fix=fix)
+        if not np.isfinite(tensor).all():
+            fix = "The weights are damaged, or the training diverged: take an earlier version of the model."
+            raise UserError(f"the tensor {name!r} holds values that are not finite", where=where, fix=fix)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -101,11 +246,8 @@ def _converted(name: str, tensor: NDArray[Any], dtype: str) -> NDArray[Any]:
         converted = np.ascontiguousarray(tensor.astype(DTYPES[dtype]))
     if np.isfinite(converted).all():
         return converted
-    if np.isfinite(tensor).all():
-        fix = "Export it as bfloat16 or float32."
-        raise UserError(f"the tensor {name} has values that {dtype} cannot hold", where="export.dtype", fix=fix)
-    fix = "Export an earlier checkpoint: MODEL@STEP."
-    raise UserError(f"the tensor {name} holds values that are not finite: the training diverged", fix=fix)
+    what = f"the tensor {name} has values that are not finite in {dtype}"
+    raise UserError(what, fix="Export it as bfloat16 or float32; if the training diverged, an earlier MODEL@STEP.")
 
 
 def _write_weights(tensors: dict[str, NDArray[Any]], folder: Path, max_shard_size: int) -> None:
@@ -135,9 +277,8 @@ def write_hf_tokenizer(
     """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads.
 
     `context` is the model's longest input in tokens. A chat model gets the chat template it was trained with, or
-    ChatML's with `system_prompt` as its default, and ends its turns with <|im_end|>; any other ends with </s>. Neither
-    adds <s> by itself, as `encode` does not. Text that spells a control token stays text only with
-    `split_special_tokens=True`.
+    ChatML's with `system_prompt` as its default, and ends its turns with <|im_end|>; any other ends with </s>. Text
+    that spells a control token stays text only with `split_special_tokens=True`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.write(folder)
@@ -147,7 +288,7 @@ def write_hf_tokenizer(
         what = f"no chat template can begin a text with the ids {list(tokenizer.opening)}"
         raise UserError(what, where=str(folder), fix="Export the base model.")
     (folder / TEMPLATE).unlink(missing_ok=True)  # of another export, beside which it would win
-    config = read_json(folder / CONFIG)
+    config = read_json(folder / TOKENIZER_CONFIG)
     if tokenizer.fixed_ids:
         config = {
             # LlamaTokenizer would rebuild the tokenizer with a space before the text; this class takes the file as is.
@@ -166,7 +307,7 @@ def write_hf_tokenizer(
     if chat:
         own, opened = tokenizer.template, bool(tokenizer.opening)
         config["chat_template"] = chat_template(system_prompt, opened=opened) if own is None else own.source
-    write_json(folder / CONFIG, config)
+    write_json(folder / TOKENIZER_CONFIG, config)
 
 
 def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
@@ -221,9 +362,6 @@ def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
         table=table,
     )
     return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
-
-
-# ---- adapters ----
 
 
 def write_adapter(folder: Path, adapters: Adapters, params: PyTree, *, base: str = "") -> dict[str, int]:
