@@ -23,7 +23,6 @@ from affinage.results import read_json
 
 RESULTS = "results.json"
 ITEMS = "items"
-STATE = "state"  # key of what the model was that no recipe evaluated; see `affinage.pipeline.eval_results`
 LOG_LIKELIHOOD = "log_likelihood"
 _FACTS = ("id", "hash", "prompt_hash", "target_hash", "filter")  # of a line, besides scores
 # Of a single item the harness has the log-likelihood, in nats; of a whole text also its length in bytes or words.
