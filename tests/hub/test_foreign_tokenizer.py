@@ -1,5 +1,6 @@
 """A model with a tokenizer of its own: it continues texts, is evaluated, trained further, fine-tuned and exported."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -133,14 +134,18 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path):
 def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):
     run("run", f"{imported[2].name}/recipe.yaml", "--runs", tmp_path, settings=sft(tmp_path), status=2)
     assert not (tmp_path / "store").exists()
-    assert "--chat-tokens" in capsys.readouterr().err
+    assert "<|im_end|>" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def chatting(imported):
-    """The same, imported with tokens for conversations."""
-    folder = Path(imported[2].name).parent
-    run("import", folder / "theirs", "--to", folder / "chat", "--chat-tokens")
+    """The same, imported after transformers has added tokens for conversations."""
+    folder, (theirs, tokenizer, _) = Path(imported[2].name).parent, imported
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    for each in (theirs, tokenizer):  # the vocabulary is padded that far
+        each.save_pretrained(folder / "with tokens")
+    run("import", folder / "with tokens", "--to", folder / "chat")
     return folder / "chat"
 
 

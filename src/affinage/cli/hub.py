@@ -28,7 +28,6 @@ _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !",
 def import_(
     source: Annotated[str, arg("FOLDER_OR_HUB_ID", "Llama, Mistral, Mixtral, Qwen 2 or 3, GPT-2.")],
     to: Annotated[Path | None, opt("Where to write; default: its name, here.", "--to", metavar="DIR")] = None,
-    chat_tokens: Annotated[bool, opt("Give it <|im_start|> and <|im_end|> if it lacks them.", "--chat-tokens")] = False,
 ) -> None:
     """Import a model of the Hugging Face Hub: a MODEL for every verb, and a recipe to train it further.
 
@@ -46,7 +45,7 @@ def import_(
     with working(f"importing {source}"):
         place = from_home(source)
         origin = os.path.abspath(place) if place.is_dir() else source
-        hub = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
+        hub = import_model(local_copy(source), folder, name, origin=origin)
     family, context, vocabulary = hub.architecture.family, hub.architecture.context, hub.graph.vocabulary
     if hub.architecture.ignored:
         warn(f"config.json has keys without a meaning for a {family}: {', '.join(hub.architecture.ignored)}")

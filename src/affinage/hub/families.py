@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Float
 from numpy.typing import NDArray
 
 from affinage.errors import UserError
@@ -348,23 +347,3 @@ def architecture_of(values: Mapping[str, Any], where: str) -> Architecture:
     dtype = dtype if dtype in ("bfloat16", "float16") else "float32"
     context, model = family.from_config(values, where)
     return Architecture(family.model_type, model, context, dtype, family.unknown(values))
-
-
-def with_ids(graph: Graph, params: PyTree, ids: Sequence[int]) -> tuple[Graph, PyTree]:
-    """Return the model with rows for new ids, each the mean of those below the first of them.
-
-    A vocabulary that is padded that far stays as large as it is. A token that was never seen is then no likelier than
-    the others (Hewitt, Initializing new word embeddings, 2021).
-    """
-    size, written, changed = max(graph.vocabulary, max(ids) + 1), graph.to_dict(), {**params}
-    for role in ("embed", "logits"):
-        name = decoder_nodes(graph)[role].name
-        if "vocab" in written["nodes"][name]:
-            written["nodes"][name]["vocab"] = size
-        for leaf, rows in params.get(name, {}).items():
-            old: Float[np.ndarray, "V D"] = np.asarray(rows)
-            new = np.zeros((size, old.shape[1]), old.dtype)
-            new[: len(old)] = old
-            new[list(ids)] = old[: min(ids)].mean(axis=0, dtype=np.float64)
-            changed[name] = {**changed[name], leaf: new}
-    return parse(written), changed

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import LogicalAxis, LoraSettings, MeshAxis, PrecisionSettings
-from affinage.data.tokenizer import Tokenizer, add_chat_tokens
+from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
@@ -128,14 +128,12 @@ def _facts_and_graph(folder: Path) -> tuple[dict[str, Any], Graph]:
         raise UserError(error.what, where=error.where or str(folder), fix=fix) from error
 
 
-def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = False, origin: str = "") -> "HubModel":
+def import_model(source: Path, folder: Path, name: str, *, origin: str = "") -> "HubModel":
     """Write `folder`, whole or not at all, from one with config.json, safetensors and a tokenizer.
 
-    The recipe in it is called `name`. With `chat_tokens` the vocabulary gets the tokens of ChatML that it lacks; their
-    embeddings begin at the mean. Otherwise `origin`, where Hugging Face's libraries find the model, is written down.
+    The recipe in it is called `name`. `origin`, where Hugging Face's libraries find the model, is written down.
     Raises UserError for what cannot be taken over exactly.
     """
-    from affinage.hub.families import with_ids
     from affinage.hub.folder import hub_facts, read_hub_folder
 
     hub = read_hub_folder(source)
@@ -143,9 +141,6 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
     shutil.rmtree(making, ignore_errors=True)
     (making / TOKENIZER).mkdir(parents=True)
     tokenizer.write(making / TOKENIZER)
-    if chat_tokens and not tokenizer.fixed_ids and (added := add_chat_tokens(making / TOKENIZER)):
-        graph, params = with_ids(hub.graph, hub.params, added)
-        hub, origin = hub._replace(graph=graph, params=params), ""
     digests = {"weights": _digest(source, "*.safetensors"), "tokenizer": _digest(making / TOKENIZER, "*")}
     facts: dict[str, Any] = {"graph": hub.graph.to_dict(), "context": hub.architecture.context, "precision": {}}
     facts |= hub_facts(source)
