@@ -54,12 +54,9 @@ class Fault:
 class Request:
     """What was asked, and of whom: the Hub, or the host of its large files."""
 
-    method: str
     path: str
     token: str | None
-    range: str | None
     apart: bool
-    body: bytes
 
 
 class Hub:
@@ -132,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         authorization = self.headers.get("Authorization")
         self._token = authorization.removeprefix("Bearer ") if authorization else None
-        asked = Request(self.command, unquote(self.path), self._token, self.headers.get("Range"), self.is_apart, body)
+        asked = Request(unquote(self.path), self._token, self.is_apart)
         self.hub.requests.append(asked)
         self._cut = None
         if (fault := self.hub.fails(asked.path)) is not None:
