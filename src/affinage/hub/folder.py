@@ -33,8 +33,8 @@ from safetensors.numpy import save_file
 
 from affinage import __version__
 from affinage.data.chat import chat_template, system_prompt_in
-from affinage.data.hub_answers import limit_requests, refusal
 from affinage.data.json_files import read_object, write_atomically, write_json
+from affinage.data.places import limit_requests, refusal
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from affinage.data.tokenizer import TEMPLATE, Tokenizer, template_in

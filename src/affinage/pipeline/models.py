@@ -32,7 +32,6 @@ ITEMS = "items"  # of the results of an evaluation
 FEED = "feed.json"  # of a training: how to find the rows of a step again; the devices may have a part in the batch
 ROWS = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # the step that makes a training's rows
 TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
-CHAT = ("dpo", "sft")  # those that make a chat model
 EVALUATIONS = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
 _RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
@@ -303,7 +302,7 @@ def facts_of(model: Path) -> dict[str, Any]:
 
 def is_tuned(training: Path) -> bool:
     """Whether it is a fine-tuning to conversations, and not only a model with a chat template."""
-    return (request := read_request(training)) is not None and request.step in CHAT
+    return (request := read_request(training)) is not None and request.step in ("sft", "dpo")
 
 
 def is_chat(model: Path) -> bool:

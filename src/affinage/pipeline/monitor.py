@@ -9,6 +9,7 @@ import jax
 from affinage.checkpoint import CheckpointStore
 from affinage.cluster.processes import Processes
 from affinage.config.training import TrainSettings, TuningSettings
+from affinage.data.json_files import write_json
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
@@ -17,7 +18,6 @@ from affinage.parallel import MeshLayout, serving_table
 from affinage.pipeline.models import KEPT, made_from
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_data import chat_tokenizer
-from affinage.pipeline.store import write_json
 from affinage.results import read_json
 from affinage.training.state import TrainState, split_params
 from affinage.training.trainer import compute_dtype

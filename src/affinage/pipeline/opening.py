@@ -19,6 +19,7 @@ from flax.traverse_util import flatten_dict
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import LogicalAxis, LoraSettings, MeshAxis, PrecisionSettings
+from affinage.data.json_files import write_json
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
@@ -30,7 +31,7 @@ from affinage.parallel import serving_layout
 from affinage.parallel.sharding import replicated
 from affinage.pipeline import models
 from affinage.pipeline.models import KEPT, MODEL, TOKENIZER, Checkpoint, Target
-from affinage.pipeline.store import read_manifest, write_json
+from affinage.pipeline.store import read_manifest
 from affinage.registry import VARIABLE, load_named_plugins
 from affinage.results import read_json
 from affinage.training.state import kept_frozen

@@ -9,6 +9,7 @@ from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.data.chat import encode_prompt
 from affinage.data.documents import read_documents
+from affinage.data.json_files import write_json
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel, generate
 from affinage.generation.sampling import SamplingParams
@@ -20,7 +21,6 @@ from affinage.pipeline.eval_results import contamination_search
 from affinage.pipeline.models import TRAININGS, Target, license_of
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext, Summary, mesh_of
-from affinage.pipeline.store import write_json
 from affinage.report.card import card_facts
 from affinage.report.facts import collect_facts
 
