@@ -63,9 +63,8 @@ def random_llama(folder: Path, layers: int, width: int, ffn: int, vocabulary: in
     """Export a Llama with random weights and heads of 64 as a Hugging Face folder."""
     import jax
 
-    from affinage.generation.model import LoadedModel
-    from affinage.hub.card import CardFacts
-    from affinage.hub.export import export
+    from affinage.generation.engine import LoadedModel
+    from affinage.hub.folder import CardFacts, export
     from affinage.model import parse
     from affinage.model.forward import init_params
     from tiny_models import LLAMA, tokenizer
@@ -85,7 +84,7 @@ def random_llama(folder: Path, layers: int, width: int, ffn: int, vocabulary: in
 
 def trainer_of(graph: Any, settings: Any, mesh: dict[str, int | str], batch: Any, parallel: Any = None) -> Any:
     """Return a Trainer on as many of this machine's devices as the mesh names, for its steps alone: it has no feed."""
-    from affinage.config.parallel import ParallelSettings
+    from affinage.config.training import ParallelSettings
     from affinage.hardware.devices import acquire
     from affinage.parallel import make_mesh
     from affinage.training import TrainJob

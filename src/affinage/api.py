@@ -21,13 +21,13 @@ from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import prepare
-from affinage.pipeline.build import build_steps, prepare_process
+from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.registry import load_plugins
 from affinage.results import read_json_lines
 
 if TYPE_CHECKING:
-    from affinage.generation.model import LoadedModel
+    from affinage.generation.engine import LoadedModel
     from affinage.model import Graph
 
 
@@ -102,7 +102,7 @@ def run(
     listener: Any = ProgressListener()
     listener.on_metrics = on_metrics or listener.on_metrics
     listener.on_end = lambda step, result, seconds: print(f"{step.name:<18}{duration(seconds)}", flush=True)
-    prepare_process(loaded.recipe)
+    prepare()
     wanted = [until] if isinstance(until, str) else until
     runner = PipelineRunner(loaded, Path(runs), build_steps(loaded), until=wanted)
     with Processes.current.all_at_work():

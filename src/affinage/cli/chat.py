@@ -79,7 +79,7 @@ def chat(
     max_model_len: terminal.MaxLenOption = None,
     runs: terminal.RunsOption = terminal.RUNS,
 ) -> None:
-    """Talk with a model. Commands: /reset, /system TEXT, /save FILE, /help, /quit.
+    """Talk with a model. Commands: /reset, /system TEXT, /help, /quit.
 
     Example: affinage chat quickstart "What is the currency of France?"
     """

@@ -170,7 +170,7 @@ def graph(
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     loaded, run = load(recipe, overrides, runs, lenient=True)
     from affinage.api import graph_of
-    from affinage.model.analysis import parameters, summary_table
+    from affinage.model.graph import parameters, summary_table
     from affinage.model.layer import SEQUENCE
     from affinage.results import TokenizerResult, read_result
 

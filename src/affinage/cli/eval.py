@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -33,7 +34,7 @@ def evaluate(
     limit: Annotated[int | None, opt("Items per task; default all.", min=1)] = None,
     num_fewshot: Annotated[int | None, opt("Examples before a question; default: as the task defines.", min=0)] = None,
     apply_chat_template: Annotated[Literal["auto", "true", "false"] | None, opt(_TEMPLATE)] = None,
-    batch_size: Annotated[int | None, opt("Whole sequences at once; default: what fits, to 64.", min=1)] = None,
+    batch_size: Annotated[int | None, opt("Whole sequences at once; default: by its context.", min=1)] = None,
     contamination: Annotated[bool | None, opt(_CONTAMINATION)] = None,
     mesh: terminal.MeshOption = None,
     max_model_len: terminal.MaxLenOption = None,
@@ -94,11 +95,10 @@ def _evaluate_model(
     target, _ = model_of(name, runs)  # before JAX is imported
     from affinage.cluster.processes import init_distributed, placement
     from affinage.config.recipe import EvaluateSettings
-    from affinage.evaluation.results import STATE
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
-    from affinage.pipeline.eval_results import contamination_search, model_fingerprint, results_folder
-    from affinage.pipeline.models import made_from, recorded
+    from affinage.pipeline.eval_results import contamination_search
+    from affinage.pipeline.models import made_from, recorded, results_folder
     from affinage.stopping import StopSignals
 
     if target.run is not None and settings["tasks"] is None:
@@ -111,7 +111,7 @@ def _evaluate_model(
         raise UserError("no task was named", where=name, fix="For example: --tasks julian, or --task my_task.yaml")
     world = made_from(target.path, "synthesize")
     check_names(tasks, settings.get("data_dir"), world, where="--tasks")
-    folder = results_folder(name, runs)
+    folder = results_folder(target, runs)
     with contextlib.ExitStack() as entered:
         if placement() is not None:
             entered.enter_context(StopSignals())  # one that waits for others is left at once
@@ -123,7 +123,6 @@ def _evaluate_model(
                 model,
                 tasks,
                 folder=folder if processes.first else None,
-                facts={STATE: model_fingerprint(target, runs)},
                 keep=folder / "answers.db",
                 world=world,
                 seen=contamination_search(target.path) if searches else None,
@@ -151,7 +150,6 @@ def _view(results: dict[str, Any]) -> Iterator[Any]:
     yield table(rows) if rows else "No task was scored."
     cut = [f"{entry['truncated']:,} of {task}" for task, entry in tasks.items() if entry.get("truncated")]
     notes = {
-        "Bits per byte": [f"{name} {_number(of['model'])}" for name, of in results.get("bits_per_byte", {}).items()],
         "Asked in the chat template": [task for task, entry in tasks.items() if entry.get("chat_template")],
         f"Items longer than the context of {results.get('context', 0):,} tokens, cut or in pieces": cut,
         "Not available, so left out": results.get("unavailable"),
@@ -225,17 +223,16 @@ def _compared(facts: dict[str, Any]) -> Iterator[Any]:
 
 def _entrant(target: "Target", runs: Path) -> "Entrant":
     """What is known of a target. Raises UserError if it is neither a complete run nor a model with results."""
-    from affinage.pipeline.eval_results import eval_results
-    from affinage.pipeline.models import TRAININGS, command, results_of, run_of
+    from affinage.pipeline.models import TRAININGS, command, eval_results, results_of, run_of
     from affinage.report.facts import collect_facts
     from affinage.report.page import Entrant
 
     name, run, parts = target.name, target.run, None
     if target.kind in ("recipe", "run"):
         run = run_of(target, runs)
-        results = eval_results(name if target.kind == "run" else str(run), runs)
+        results = eval_results(replace(target, kind="run", path=run), runs)
     else:
-        results = eval_results(name, runs)
+        results = eval_results(target, runs)
         is_training = run is not None and target.path.name in TRAININGS and target.step is None
         parts = results_of(target.path.resolve(), run) if run is not None and is_training else None
         run = run if parts else None
@@ -264,39 +261,43 @@ def sweep(
     base, run = load(recipe, overrides, runs)
     from affinage.cli.watch import Watch
     from affinage.data.json_files import write_json
-    from affinage.pipeline.build import build_steps, prepare_process
+    from affinage.hardware.devices import prepare
+    from affinage.pipeline.build import build_steps
     from affinage.pipeline.models import RECIPE
     from affinage.pipeline.runner import PipelineRunner, points
     from affinage.stopping import StopSignals, without_readers
 
     folder = runs / base.recipe.name
     grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
-    prepare_process(base.recipe)
+    prepare()
     planned, results, keys = list[dict[str, Any]](), list[dict[str, Any]](), set[str]()
     with StopSignals(), without_readers(), terminal.only_data_on_stdout(as_json):
-        for point in grid:  # all of them first: a mistake in the last is not found after days of the others
-            settings = ", ".join(f"{key} = {value}" for key, value in point.settings.items())
+        titles = [
+            f"{number} of {len(grid)}, {', '.join(f'{key} = {value}' for key, value in settings.items())}"
+            for number, (settings, _) in enumerate(grid, 1)
+        ]
+        # All of them first: a mistake in the last is not found after days of the others.
+        for title, (settings, point) in zip(titles, grid, strict=True):
             try:
-                runner = PipelineRunner(point.loaded, runs, build_steps(point.loaded))
+                runner = PipelineRunner(point, runs, build_steps(point))
                 plan = runner.plan()
                 runner.check(plan)
             except UserError as error:
-                error.where = f"{point.number} of {len(grid)}, {settings}: {error.where}"
+                error.where = f"{title}: {error.where}"
                 raise
             missing = {step.request.key: step.name for step in plan if not step.complete}
             would_run = [name for key, name in missing.items() if key not in keys]  # and not for a point before it
-            about = {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings}
-            planned.append(about | {"would_run": would_run})
+            planned.append({"run": point.recipe.name, "settings": settings, "would_run": would_run})
             keys |= missing.keys()
         if dry_run:
             emit(planned, as_json)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        for result, point in zip(planned, grid):
-            terminal.screen().print(f"--- {point.number} of {len(grid)}, {result['settings']}", markup=False)
+        for title, result, (_, point) in zip(titles, planned, grid, strict=True):
+            terminal.screen().print(f"--- {title}", markup=False)
             del result["would_run"]
             try:  # planned again: days may have passed, in which files changed and other points copied to the remote
-                PipelineRunner(point.loaded, runs, build_steps(point.loaded)).run(Watch())
+                PipelineRunner(point, runs, build_steps(point)).run(Watch())
             except TransientError:
                 raise
             except UserError as error:

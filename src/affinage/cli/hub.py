@@ -15,7 +15,7 @@ from affinage.errors import UserError
 from affinage.paths import from_home
 
 if TYPE_CHECKING:
-    from affinage.pipeline.models import ModelState, Target
+    from affinage.pipeline.models import Target
 
 _LINES = 1000  # of validation text that llama.cpp encodes, too
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
@@ -25,7 +25,6 @@ _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !",
 def import_(
     source: Annotated[str, arg("FOLDER_OR_HUB_ID", "Llama, Mistral, Mixtral, Qwen 2 or 3, GPT-2.")],
     to: Annotated[Path | None, opt("Where to write; default: its name, here.", "--to", metavar="DIR")] = None,
-    chat_tokens: Annotated[bool, opt("Give it <|im_start|> and <|im_end|> if it lacks them.", "--chat-tokens")] = False,
 ) -> None:
     """Import a model of the Hugging Face Hub: a MODEL for every verb, and a recipe to train it further.
 
@@ -36,14 +35,14 @@ def import_(
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip("._-") or "imported"
     folder = to or Path(name)
     must_be_new(folder)
-    from affinage.hub.read import local_copy
-    from affinage.model.analysis import parameters
+    from affinage.hub.folder import local_copy
+    from affinage.model.graph import parameters
     from affinage.pipeline.opening import import_model
 
     with working(f"importing {source}"):
         place = from_home(source)
         origin = os.path.abspath(place) if place.is_dir() else source
-        hub = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
+        hub = import_model(local_copy(source), folder, name, origin=origin)
     if hub.architecture.ignored:
         warn(f"config.json has keys without a meaning for this family: {', '.join(hub.architecture.ignored)}")
     size = f"{parameters(hub.graph).total:,} parameters and {hub.architecture.context:,} positions"
@@ -63,18 +62,18 @@ def export(
     base: Annotated[str | None, opt("With --adapter: the model below it, a folder or hub id.", metavar="BASE")] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
     check_gguf: Annotated[bool, opt("Convert with llama.cpp and compare with it.", "--verify-gguf")] = False,
-    push: Annotated[str | None, opt("Upload it to the Hugging Face Hub; needs HF_TOKEN.", metavar="REPO_ID")] = None,
-    public: Annotated[bool, opt("With --push: a new repository is public.", "--public")] = False,
 ) -> None:
     """Write the Hugging Face folder of any model; or of a run's last one, as a step of the run.
 
+    A run that has written it already is not exported again: --verify takes its folder. `hf upload OWNER/NAME FOLDER`
+    puts a folder on the Hugging Face Hub.
+
     Examples: affinage export quickstart --verify
 
-    affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16 --push me/my_model
+    affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16
     """
-    offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
     chosen: Any = {name: value for name, value in (("dtype", dtype), ("license", license)) if value}
-    if adapter and (to is None or check or check_gguf or push is not None):
+    if adapter and (to is None or check or check_gguf):
         fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
         raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
     if to is not None and (overrides or force):
@@ -87,33 +86,19 @@ def export(
         must_be_new(to)
         target, state = model_of(model, runs)
         if adapter:
-            from affinage.hub.export import write_adapter
-            from affinage.pipeline.models import adapter_base, command
+            from affinage.hub.folder import write_adapter
+            from affinage.pipeline.models import facts_of
             from affinage.pipeline.opening import open_adapters
 
-            before, known = adapter_base(target, runs)
-            place = base or known
-            write_adapter(to, *open_adapters(target, runs), base=place)
-            print(f"The adapter is in {to}. Its base: {place or before or 'an import'}.")
-            if not place:
-                words = ("export", before or "IMPORT", "--to", "base")
-                print(f"Export that, and name it by --base: {command(*words, runs=runs)}")
+            base = base or str(facts_of(target.path).get("begun_with", ""))
+            write_adapter(to, *open_adapters(target, runs), base=base)
+            unknown = "the model before this training: export it, and name it by --base"
+            print(f"The adapter is in {to}. Its base: {base or unknown}.")
             return
-        _write_model(target, state, runs, to, push or to.name, **chosen)
+        _write_model(target, state, runs, to, **chosen)
     if check or check_gguf:
         _compare(model, runs, to, check, check_gguf)
     print(f"The model is in {to}.")
-    if push is not None:
-        if not offline:
-            import huggingface_hub
-
-            os.environ.pop("HF_HUB_OFFLINE", None)
-            huggingface_hub.constants.HF_HUB_OFFLINE = False
-        from affinage.hub.read import push as upload
-
-        with working(f"uploading to {push}"):
-            address = upload(to, push, private=not public)
-        print(f"The model is at {address}.")
 
 
 def _export_of_run(name: str, settings: terminal.PipelineOptions) -> Path:
@@ -136,31 +121,28 @@ def _export_of_run(name: str, settings: terminal.PipelineOptions) -> Path:
 
 
 def _write_model(
-    target: "Target", state: "ModelState | None", runs: Path, to: Path, place: str, license: Any = None, **how: Any
+    target: "Target", state: dict[str, Any], runs: Path, to: Path, license: str | None = None, **how: Any
 ) -> None:
     """Export a model, with a card of what its run knows and, if it is not trained to its end, how far it is."""
-    from affinage.hub.card import CardFacts
-    from affinage.hub.export import export as write
-    from affinage.pipeline.models import is_tuned, recorded, release_of, results_of
+    from affinage.hub.folder import CardFacts
+    from affinage.hub.folder import export as write
+    from affinage.pipeline.models import is_tuned, license_of, recorded, results_of
     from affinage.pipeline.opening import open_model
     from affinage.report.facts import collect_facts
     from affinage.report.page import card_facts
 
-    def public(name: str) -> str:
-        return Path(name).name if Path(name).is_absolute() else name  # a card does not show this machine's folders
-
     of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
-    license, sampling = release_of(target.path, license or of_run.get("license"))
+    license = license or of_run.get("license") or license_of(target.path)
     results = results_of(target.path, target.run) if target.run is not None and target.step is None else {}
     facts = CardFacts(license)
     if target.run is not None and results:
         facts = card_facts(collect_facts(target.run, results), license)
     facts = replace(facts, tuned=is_tuned(target.path))  # also while it is being trained
-    if state is not None and (state.step != state.steps or target.step is not None):
-        checkpoint = str(replace(state, model=public(state.model)))
-        facts = replace(facts, training={**facts.training, "Checkpoint": checkpoint})
-    model = open_model(target, runs)
-    write(replace(model, name=public(model.name)), to, facts=facts, place=place, sampling=sampling, **how)
+    if state and (state["step"] != state["steps"] or target.step is not None):
+        facts = replace(facts, training={**facts.training, "Checkpoint": terminal.describe(state)})
+    # The name of the model may be a path, and a card does not show this machine's folders.
+    model = replace(open_model(target, runs), name=target.path.name if Path(target.name).is_absolute() else target.name)
+    write(model, to, facts=facts, place=to.name if to.is_absolute() else str(to), **how)
 
 
 def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_gguf: bool) -> None:

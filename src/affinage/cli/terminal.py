@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from affinage.config.load import LoadedRecipe
-    from affinage.generation.model import LoadedModel
-    from affinage.pipeline.models import ModelState, Target
+    from affinage.generation.engine import LoadedModel
+    from affinage.pipeline.models import Target
 
 RUNS = Path("runs")
 MAX_RESERVED = 4096  # tokens of context for which memory is reserved, of a model from elsewhere that reads more
@@ -142,8 +142,8 @@ def load(
     return loaded, target.run
 
 
-def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, ModelState | None]":
-    """Returns the model that a name stands for, and how far it is trained, which is printed (`announce`).
+def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, dict[str, Any]]":
+    """Returns the model that a name stands for, and how far it is trained (`state_of`), which is printed (`announce`).
 
     UserError: there is none, or it is a run that is not complete; with the command that completes it.
     """
@@ -153,9 +153,14 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
     target = find(name, runs) if announce else resolve(name, runs)
     check_complete(target, runs)
     state = state_of(target, runs)
-    if announce and state is not None and is_first():
-        print(f"Model: {state}", file=sys.stderr)
+    if announce and state and is_first():
+        print(f"Model: {describe(state)}", file=sys.stderr)
     return locate(target, runs), state
+
+
+def describe(state: dict[str, Any]) -> str:
+    """How far a model is trained, in words."""
+    return f"{state['model']}, step {state['step']:,} of {state['steps']:,}"
 
 
 def opened(
@@ -177,11 +182,11 @@ def opened(
     if length is not None and length > longest:
         what = f"`{name}` reads {longest:,} tokens at once, not {length:,}"
         raise UserError(what, where="--max-model-len", fix=f"Write {longest} at most, or leave it out.")
-    if length is None and reserves and longest > MAX_RESERVED and state is None:
+    if length is None and reserves and longest > MAX_RESERVED and not state:
         length = MAX_RESERVED
         if is_first():
             warn(f"of {longest:,} tokens of context, {length:,} are used; for all of them: --max-model-len {longest}")
-    return replace(model, context=length or longest), asdict(state) if state else {}
+    return replace(model, context=length or longest), state
 
 
 # ---- what is printed ----

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage import results
-from affinage.cli.terminal import counted, emit, listed, screen, table, warn, working
+from affinage.cli.terminal import counted, emit, listed, screen, table, working
 from affinage.durations import duration
 from affinage.pipeline.models import TRAININGS, command
 from affinage.pipeline.runner import PipelineRunner, PlannedStep, ProgressListener
@@ -54,19 +54,10 @@ def _print(name: str, text: str) -> None:
 
 def show_plan(steps: Sequence[PlannedStep], as_json: bool) -> None:
     """List the steps, which of them would run, and why."""
-    rows = [
-        {"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key, "unchecked": s.unchecked}
-        for s in steps
-    ]
+    rows = [{"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps]
     shown = [{"step": s.name, "": "stays" if s.complete else "runs", "why": s.reason} for s in steps]
     waiting = sum(not step.complete for step in steps)
     emit(rows, as_json, [table(shown), "", f"{waiting} of {counted(len(steps), 'step')} would run."])
-
-
-def warn_of(plan: Sequence[PlannedStep]) -> None:
-    """Print the sources whose version no server gave."""
-    for url, why in {url: why for step in plan for url, why in step.unchecked.items()}.items():
-        warn(f"cannot check whether {url} has changed: {why}")
 
 
 def show_result(runner: PipelineRunner, complete: list[str], seconds: Mapping[str, float], as_json: bool) -> None:
@@ -110,12 +101,12 @@ def headline(result: results.Result) -> Iterator[str]:
             yield words.format(value)
     if isinstance(result, results.DocumentsResult) and result.reasons:
         yield f"removed: {listed([f'{count:,} {reason}' for reason, count in result.reasons], _SHOWN)}"
-    if isinstance(result, results.DecontaminateResult):
+    if isinstance(result, results.DocumentsResult) and result.benchmarks:
         matches = [f"{one.found:,} of {one.items:,} of {name}" for name, one in result.benchmarks.items() if one.found]
         yield f"benchmark items found: {listed(matches, _SHOWN) or 'none'}"
         if common := sum(one.common or 0 for one in result.benchmarks.values()):
             yield f"{common:,} in so many documents that they are no match"
-    if isinstance(result, results.SplitResult) and result.without_validation:
+    if isinstance(result, results.DocumentsResult) and result.without_validation:
         missed = listed(result.without_validation, _SHOWN)
         yield f"none held out of {missed}: too few documents (data.split.by=tail cuts ends)"
     if isinstance(result, results.EvaluationResult):

@@ -6,9 +6,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
-from affinage.config.parallel import MeshAxis, ParallelSettings
 from affinage.config.settings import Settings
-from affinage.config.training import SYSTEM_PROMPT, DpoSettings, PretrainSettings, SftSettings
+from affinage.config.training import (
+    SYSTEM_PROMPT,
+    DpoSettings,
+    MeshAxis,
+    ParallelSettings,
+    PretrainSettings,
+    SftSettings,
+)
 
 TRAININGS = ("pretrain", "sft", "dpo")
 Positive = Annotated[float, Field(gt=0)]
@@ -31,8 +37,6 @@ class EvaluateSettings(Settings):
     true: everything, for models that have a template; false: nothing."""
     contamination: bool = True
     """Search the training text for the items, list those found, and score without them, too."""
-    compressors: bool = False
-    """Show gzip -9 and xz -9 beside the model's bits per byte on the validation text."""
 
 
 SCRATCH_LICENSE = "apache-2.0"  # of an exported model that was trained from scratch, where no other is set
@@ -77,12 +81,9 @@ class CheckpointSettings(Settings):
 
 
 def _trackers_by_name(value: Any) -> Any:
-    """`[tensorboard, wandb]` is short for both with their defaults, and `wandb: true` for one of them."""
-    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
-        return {name: {} for name in value}
-    if isinstance(value, dict):
-        return {name: {} if given is True else given for name, given in value.items()}
-    return value
+    """`[tensorboard, wandb]` is short for both with their defaults."""
+    is_short = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return {name: {} for name in value} if is_short else value
 
 
 class RuntimeSettings(Settings):
@@ -109,12 +110,6 @@ class RuntimeSettings(Settings):
         """The first and the last step of which a trace is written."""
         first, _, last = (self.profile or "").partition("-")
         return (int(first), int(last or first)) if first else None
-
-    @model_validator(mode="after")
-    def _profile_in_order(self) -> "RuntimeSettings":
-        if self.profiled is not None and self.profiled[0] > self.profiled[1]:
-            raise ValueError(f"`profile: {self.profile}` ends before it begins")
-        return self
 
 
 class CheckpointClaim(Settings):
@@ -191,13 +186,12 @@ class Recipe(Settings):
     packing: PackingSettings = PackingSettings()
     model: dict[str, Any]
     """The graph of nodes; each kind of node has settings of its own."""
-    mesh: dict[MeshAxis, int | Literal["auto"]] = {"data": "auto"}
+    mesh: dict[MeshAxis, Annotated[int, Field(ge=1)] | Literal["auto"]] = {"data": "auto"}
     """Devices along each axis; one of them may be auto."""
     parallel: ParallelSettings = ParallelSettings()
     pretrain: PretrainSettings | None = None
     chat_template: str = "chatml"
-    """Format of conversations: chatml; tokenizer, for the template of the imported tokenizer; or the path of a Jinja
-    file, or of a tokenizer_config.json that has one."""
+    """Format of conversations: chatml; tokenizer, for the template of the imported tokenizer; or a Jinja file."""
     sft: SftSettings | None = None
     dpo: DpoSettings | None = None
     evaluate: EvaluateSettings | None = None

@@ -1,7 +1,7 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
 import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.data.dataloader import DataLoader, ValidationRows, validation_sets
+from affinage.data.json_files import write_json
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
@@ -28,8 +29,7 @@ from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, located, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
-from affinage.pipeline.store import content_hash, write_json
-from affinage.planning.estimate import remat_for_devices
+from affinage.pipeline.store import content_hash
 from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
@@ -71,7 +71,7 @@ def train_step(context: StepContext) -> Summary:
         if (folder := initial_folder(context.loaded)) is not None:
             imported = read_json(folder / MODEL)["imported"]
             facts["release"] = imported.get("release", {})
-            if _before(inputs) is None and "from" in imported:
+            if not {"pretrain", "sft"} & inputs.keys() and "from" in imported:
                 facts["begun_with"] = imported["from"]
         write_json(context.folder / MODEL, facts)
     summary = train(job)
@@ -118,17 +118,12 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
     graph, inputs = base, context.inputs
     if isinstance(settings, DpoSettings):
         graph = preference_graph(base, settings, documents_in_a_row(inputs["preference-data"]))
-    if parallel.remat == "auto":
-        layout = MeshLayout(make_mesh(mesh_of(recipe), acquire()), table_with(parallel.sharding))
-        choice = remat_for_devices(base, settings, parallel, layout, feed.batch_size, feed.context)
-        print_line(f"{name}: {choice}")
-        parallel = parallel.model_copy(update={"remat": choice.remat})
     if context.remote is not None:
         rules = runtime.checkpoint.model_dump(include={"keep_last", "keep_every"})
         fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
         fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", saved=uploader.saved, **rules)
     initial: Callable[[Any], Any] | None = None  # random weights
-    if (before := _before(inputs)) is not None:
+    if (before := inputs.get("sft") or inputs.get("pretrain")) is not None:
         initial = partial(trained_params, before, base, getattr(settings, "from_step", None))
     elif (folder := initial_folder(context.loaded)) is not None:
         initial = initial_params(folder, base)
@@ -150,11 +145,6 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         measured=context.on_metrics,
         **fields,
     )
-
-
-def _before(inputs: Mapping[str, Path]) -> Path | None:
-    """The training that this one begins with; None if it is the first."""
-    return inputs.get("sft") or inputs.get("pretrain")
 
 
 def _graph_of(context: StepContext) -> Graph:
