@@ -19,7 +19,6 @@ from affinage.config.data import DecontaminateSettings
 from affinage.data.decontaminate import (
     contaminated,
     contamination,
-    count_occurrences,
     decontaminate,
     texts_of_rows,
     write_items,
@@ -157,8 +156,7 @@ def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
     items = [BenchmarkItem("quiz", str(n), one) for n, one in enumerate([*told, ("a run of words in many texts",)])]
     texts += ["Here is A Run of words: in many texts."] * 3  # more than `boilerplate`: it tells nothing
     index = ItemIndex(items, 6, min_words=4, boilerplate=2)
-    parts = [[pa.array(texts[:7])], [pa.array(texts[7:20]), pa.array(texts[20:])]]
-    found = contamination(index, [count_occurrences(part, index) for part in parts])
+    found = contamination(index, [pa.array(texts[:7]), pa.array(texts[7:20]), pa.array(texts[20:])])
     numbers = {item.id: [len(having) for having in holders(texts, item, 6, 4)] for item in items}
     assert found.found == {("quiz", id) for id, many in numbers.items() if {1, 2} & set(many)} and len(found.found) >= 6
     assert found.common == {("quiz", id) for id, many in numbers.items() if max(many) > 2} - found.found

@@ -160,22 +160,15 @@ class Contamination(NamedTuple):
     n_grams: int = DecontaminateSettings().n_grams  # words in a row that were searched for
 
 
-def count_occurrences(texts: Iterable[pa.Array], index: ItemIndex) -> tuple[int, np.ndarray]:
-    """How many texts there are, given as pyarrow string arrays in normal form C, and in how many each run is."""
-    with_run, count = np.zeros(index.keys.size, np.int64), 0
+def contamination(index: ItemIndex, texts: Iterable[pa.Array]) -> Contamination:
+    """The items that stand in texts, which are pyarrow string arrays in normal form C."""
+    texts_with, count = np.zeros(index.keys.size, np.int64), 0
     for column in texts:
-        with_run += index.texts_with(index.scan(column))
+        texts_with += index.texts_with(index.scan(column))
         count += len(column)
-    return count, with_run
-
-
-def contamination(index: ItemIndex, searches: Sequence[tuple[int, np.ndarray]]) -> Contamination:
-    """The items that stand in texts, of which `searches` are the counts."""
-    texts_with = sum((with_run for _, with_run in searches), np.zeros(index.keys.size, np.int64))
     few = texts_with <= index.boilerplate
     found, common = index.items_with((texts_with > 0) & few), index.items_with(~few)
-    names, texts = frozenset(item.benchmark for item in index.items), sum(count for count, _ in searches)
-    return Contamination(names, texts, found, common - found, index.n_grams)
+    return Contamination(frozenset(item.benchmark for item in index.items), count, found, common - found, index.n_grams)
 
 
 def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:

@@ -22,7 +22,6 @@ from affinage.data.minhash import hash_words, longest_text, mix
 from affinage.errors import UserError
 from affinage.paths import from_home
 
-MIN_WORDS = 8  # a text of an item that has fewer than `n_grams` words is searched for whole, down to this many
 BOILERPLATE = 10  # a run of words in more items of a benchmark, or in more texts, is no match (GPT-3: documents)
 TEXT, KEY, START, STOP = range(4)  # columns of hits: the number of a text, that of a run, its bytes [start, stop)
 _BLANK = re.compile(r"(?<!\w)_+(?!\w)")  # that a choice fills
@@ -138,7 +137,7 @@ def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Ar
     """The hits in all texts, int64 [H, 4]."""
     room = longest_text(offsets) + 1
     words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)
-    hits, count = np.empty((64, 4), np.int64), 0
+    hits = [np.int64(0) for _ in range(0)]
     for text in range(offsets.size - 1):
         start = np.int64(offsets[text])
         found = hash_words(data, start, np.int64(offsets[text + 1]), words_table, words, None, places)
@@ -156,23 +155,10 @@ def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Ar
                 bit = np.int64(hash & np.uint64(64 * bits.size - 1))
                 if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1) == 0:
                     continue
-                key, end = 0, keys.size  # the place of the hash, by bisection
-                while key < end:
-                    middle = (key + end) >> 1
-                    if keys[middle] < hash:
-                        key = middle + 1
-                    else:
-                        end = middle
-                if key == keys.size or keys[key] != hash:
-                    continue
-                if count == hits.shape[0]:
-                    larger = np.empty((2 * count, 4), np.int64)
-                    larger[:count] = hits
-                    hits = larger
-                hits[count, 0], hits[count, 1] = text, key
-                hits[count, 2], hits[count, 3] = places[k - length + 1, 0] - start, places[k, 1] - start
-                count += 1
-    return hits[:count]
+                key = np.searchsorted(keys, hash)
+                if key < keys.size and keys[key] == hash:
+                    hits.extend((text, key, places[k - length + 1, 0] - start, places[k, 1] - start))
+    return np.array(hits, np.int64).reshape(-1, 4)
 
 
 # ---- the index ----
@@ -183,17 +169,11 @@ class ItemIndex:
 
     These are the runs of `n_grams` words of every text of an item, or the whole of a text of fewer, down to
     `min_words`. A run in more than `boilerplate` items of one benchmark is left out. `keys` are ascending hashes of the
-    runs, uint64 [K], and `lengths` their numbers of words. `too_short` counts the items by benchmark of which no text
-    has enough words to be found by.
+    runs, uint64 [K]. `too_short` counts the items by benchmark of which no text has enough words to be found by.
     """
 
     def __init__(
-        self,
-        items: Iterable[BenchmarkItem],
-        n_grams: int,
-        *,
-        min_words: int = MIN_WORDS,
-        boilerplate: int = BOILERPLATE,
+        self, items: Iterable[BenchmarkItem], n_grams: int, *, min_words: int = 8, boilerplate: int = BOILERPLATE
     ) -> None:
         self.items, self.n_grams, self.boilerplate = tuple(items), n_grams, boilerplate
         least = min(n_grams, min_words)

@@ -1,33 +1,27 @@
 """The results of benchmarks for what a name stands for, and the search of a model's training text for their items."""
 
-import contextlib
 import hashlib
-import io
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.data import DecontaminateSettings
-from affinage.data.decontaminate import Contamination, contamination, count_occurrences, texts_of_rows
+from affinage.data.decontaminate import Contamination, contamination, texts_of_rows
 from affinage.data.documents import read_documents
-from affinage.data.json_files import write_atomically
 from affinage.data.overlap import BenchmarkItem, ItemIndex
 from affinage.data.tokenizer import Tokenizer
 from affinage.evaluation.results import RESULTS, STATE, Search
 from affinage.pipeline import models
 from affinage.pipeline.models import EVALUATIONS, ITEMS, MODEL, TRAININGS, Target
 from affinage.pipeline.sources import fingerprints
-from affinage.pipeline.store import read_request
 from affinage.results import read_json
 
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
-_VERSION = 1  # of the code that searches the training text
 
 
 def eval_results(name: str, runs: Path) -> Path | None:
@@ -76,36 +70,18 @@ def model_fingerprint(target: Target, runs: Path) -> str:
 def contamination_search(training: Path, settings: DecontaminateSettings | None = None) -> Search | None:
     """What finds items in the documents and conversations of a training and of those before it; None if there are none.
 
-    `settings` decide what is a match; by default they are those of decontamination. A search of a corpus takes long, so
-    its counts are stored for every other model that was trained on the same text.
+    `settings` decide what is a match; by default they are those of decontamination.
     """
     split, tokenizer = models.made_from(training, "split"), models.made_from(training, "train-tokenizer")
-    chats = [models.made_from(training, step) for step in ("sft-data", "preference-data")]
-    sources = [[split]] if split is not None else []
-    sources += [[chat, tokenizer] for chat in chats if chat is not None and tokenizer is not None]
+    chats = [chat for step in ("sft-data", "preference-data") if (chat := models.made_from(training, step)) is not None]
 
-    def count(index: ItemIndex, source: list[Path]) -> tuple[int, np.ndarray]:
-        keys = [request.key for folder in source if (request := read_request(folder)) is not None]
-        words = index.keys.tobytes() + index.lengths.tobytes()
-        digest = hashlib.sha256(words + " ".join([str(_VERSION), *keys]).encode()).hexdigest()
-        file = source[0].resolve().parent / f"contamination-{digest[:12]}.npz"
-        if file.is_file():
-            with np.load(file) as stored:
-                return int(stored["texts"]), stored["with_run"]
-        train = source[0] / "train"
-        texts: Iterable[pa.Array]
-        if len(source) == 1:
-            texts = (batch.column("text") for batch in read_documents(train, ["text"]))
-        else:
-            texts = texts_of_rows(train, Tokenizer(source[1]))
-        (texts_read, with_run), content = count_occurrences(texts, index), io.BytesIO()
-        np.savez(content, texts=texts_read, with_run=with_run)
-        with contextlib.suppress(OSError):  # the store may be another user's
-            write_atomically(file, content.getvalue())
-        return texts_read, with_run
+    def texts() -> Iterator[pa.Array]:
+        for batch in read_documents(split / "train", ["text"]) if split is not None else ():
+            yield batch.column("text")
+        for chat in chats if tokenizer is not None else ():
+            yield from texts_of_rows(chat / "train", Tokenizer(tokenizer))
 
     def search(items: Iterable[BenchmarkItem]) -> Contamination:
-        index = ItemIndex(items, (settings or DecontaminateSettings()).n_grams)
-        return contamination(index, [count(index, source) for source in sources])
+        return contamination(ItemIndex(items, (settings or DecontaminateSettings()).n_grams), texts())
 
-    return search if sources else None
+    return search if split is not None or (chats and tokenizer is not None) else None
