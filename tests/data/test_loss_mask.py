@@ -22,7 +22,7 @@ from template_forms import (
     with_template,
 )
 
-from affinage.data.chat import drops_reasoning, encode_conversation, encode_prompt, trained_runs, unstopped_answers
+from affinage.data.chat import encode_conversation, encode_prompt, trained_runs, unstopped_answers
 from affinage.errors import UserError
 
 # A first line by which some of them are taken.
@@ -88,7 +88,6 @@ def compare(name: str, messages: list[dict[str, str]], line: str = "") -> None:
         places = places[1:]
     assert len(said) == len(places) and tokenizer.conversation_marks.end not in ids
 
-    written = False
     for place, (before, text) in zip(places, said, strict=True):
         message = messages[place]
         content, thought = message["content"], message.get("reasoning_content")
@@ -109,7 +108,6 @@ def compare(name: str, messages: list[dict[str, str]], line: str = "") -> None:
             assert whole.removeprefix(start).strip() == text.strip()
         else:
             assert whole.startswith(start + text) and whole[len(start + text) :].strip() in ("", "</s>")
-    assert drops_reasoning(messages, tokenizer) == ("reasoning_content" in messages[-1] and not written)
 
 
 def trained_text(ids, trained, tokenizer) -> str:
@@ -122,7 +120,6 @@ def test_reasoning_within_the_content_is_trained_as_if_it_stood_beside_it():
     for first, last in ((0, 2), (2, 4)):
         within, beside = (encode_conversation(talk[first:last], tokenizer, "") for talk in (THOUGHTFUL, REASONED))
         assert within == beside
-    assert not drops_reasoning(THOUGHTFUL, tokenizer)
 
 
 USER, FIRST, SECOND, THOUGHT, END = PLAIN[0], *ANSWERS, THOUGHTFUL[1]["content"], "<|im_end|>"

@@ -200,9 +200,15 @@ def read_lines(
                     continue
                 place = f"{where}{sign}{line}"
                 try:
-                    yield parse(_item(content, place), where=place, name=f"{part.name}{sign}{line}")
+                    item = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
+                    if not isinstance(item, dict):
+                        raise UserError("this line is not a JSON object", where=place)
+                    yield parse(item, where=place, name=f"{part.name}{sign}{line}")
                 except UserError as error:
                     yield error
+                except (ValueError, RecursionError) as error:
+                    what = f"this line is damaged or not JSON: {getattr(error, 'msg', error)}"
+                    yield UserError(what, where=place)
     except DamagedFile as error:
         raise UserError(f"the file is damaged: {error}", where=where) from None
 
@@ -217,14 +223,3 @@ def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes]:
     else:
         with open_plain(part) as stream:
             yield from stream
-
-
-def _item(content: Item | bytes, where: str) -> Item:
-    """Return the object of a line. Raises UserError for one that has none."""
-    try:
-        item = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"this line is damaged or not JSON: {getattr(error, 'msg', error)}", where=where) from None
-    if not isinstance(item, dict):
-        raise UserError("this line is not a JSON object", where=where, fix="A line is one object, {...}.")
-    return item

@@ -28,7 +28,7 @@ from affinage.data.documents import (
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.json_files import write_json
 from affinage.data.overlap import KEY, START, STOP, TEXT, BenchmarkItem, ItemIndex, normalized
-from affinage.data.token_shards import find_shard_folders, open_shards
+from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 
 MATCHES = "matches.parquet"
@@ -174,7 +174,7 @@ def contamination(index: ItemIndex, texts: Iterable[pa.Array]) -> Contamination:
 def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:
     """The texts in rows of tokens, without control tokens; a text that goes on in the next row is one."""
     for shards in find_shard_folders(folder).values():
-        files = open_shards(shards)
+        files = TokenShards(shards)
         border = files.marks.end if files.marks.begin is None else files.marks.begin
         height, rest = max(1, _TOKENS // files.seq_len), np.zeros(0, np.int64)
         for start in range(0, files.rows, height):

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
 from affinage.data.json_files import encodable
-from affinage.data.minhash import hash_words, longest_text, mix
+from affinage.data.minhash import hash_words, longest_text, shingles
 from affinage.errors import UserError
 from affinage.paths import from_home
 
@@ -27,7 +27,6 @@ TEXT, KEY, START, STOP = range(4)  # columns of hits: the number of a text, that
 _BLANK = re.compile(r"(?<!\w)_+(?!\w)")  # that a choice fills
 _MOST_JOINED = 12  # short texts of an item
 _FILTER_BITS = 16  # per run: of 16 words that begin no run, one is looked up
-_PRIME = np.uint64(0x9E3779B97F4A7C15)
 
 
 # ---- items ----
@@ -105,11 +104,6 @@ def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
 
 
 @kernel
-def _run_hash(rolling: np.uint64, length: int) -> np.uint64:
-    return mix(rolling ^ (np.uint64(length) << np.uint64(57)))
-
-
-@kernel
 def _index(
     data: Array, offsets: Array, table: Array, ngram: int, least: int, keys: Array, of: Array
 ) -> tuple[int, Array]:
@@ -119,16 +113,11 @@ def _index(
     lengths = np.zeros(offsets.size - 1, np.int64)
     for text in range(offsets.size - 1):
         count = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, None, places)
-        length = min(ngram, count)
-        if length < least:
-            continue
-        lengths[text] = length
-        for k in range(count - length + 1):
-            rolling = np.uint64(0)
-            for j in range(k, k + length):
-                rolling = rolling * _PRIME + words[j]
-            keys[out], of[out] = _run_hash(rolling, length), text
-            out += 1
+        if min(ngram, count) >= least:
+            lengths[text] = min(ngram, count)
+            runs = shingles(words, count, ngram, np.uint64(0), keys[out:])
+            of[out : out + runs] = text
+            out += runs
     return out, lengths
 
 
@@ -136,28 +125,18 @@ def _index(
 def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Array, lengths: Array) -> Array:
     """The hits in all texts, int64 [H, 4]."""
     room = longest_text(offsets) + 1
-    words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)
+    words, places, runs = np.empty(room, np.uint64), np.empty((room, 2), np.int64), np.empty(room, np.uint64)
     hits = [np.int64(0) for _ in range(0)]
     for text in range(offsets.size - 1):
         start = np.int64(offsets[text])
         found = hash_words(data, start, np.int64(offsets[text + 1]), words_table, words, None, places)
         for length in lengths:
-            power, rolling = np.uint64(1), np.uint64(0)
-            for _ in range(length):
-                power *= _PRIME
-            for k in range(found):
-                rolling = rolling * _PRIME + words[k]
-                if k >= length:
-                    rolling -= words[k - length] * power
-                if k < length - 1:
-                    continue
-                hash = _run_hash(rolling, length)
-                bit = np.int64(hash & np.uint64(64 * bits.size - 1))
-                if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1) == 0:
-                    continue
-                key = np.searchsorted(keys, hash)
-                if key < keys.size and keys[key] == hash:
-                    hits.extend((text, key, places[k - length + 1, 0] - start, places[k, 1] - start))
+            for k in range(shingles(words, found, length, np.uint64(0), runs) if found >= length else 0):
+                bit = np.int64(runs[k] & np.uint64(64 * bits.size - 1))
+                if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1):
+                    key = np.searchsorted(keys, runs[k])
+                    if key < keys.size and keys[key] == runs[k]:
+                        hits.extend((text, key, places[k, 0] - start, places[k + length - 1, 1] - start))
     return np.array(hits, np.int64).reshape(-1, 4)
 
 

@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,9 +104,9 @@ class Document(NamedTuple):
     trained: Integer[np.ndarray, " tokens"] | None = None  # uint8, 1 where the token is trained
 
 
-def shard_file(kind: str, shard: int, shards: int, ending: str = "npy") -> str:
+def shard_file(kind: str, shard: int, shards: int) -> str:
     """Return the file name of one shard: tokens-00003-of-00010.npy."""
-    return f"{kind}-{shard:05d}-of-{shards:05d}.{ending}"
+    return f"{kind}-{shard:05d}-of-{shards:05d}.{'parquet' if kind == 'documents' else 'npy'}"
 
 
 def write_shard(
@@ -152,7 +151,7 @@ def write_shard(
     table = io.BytesIO()
     pq.write_table(pa.table(spans, SCHEMA), table, compression="zstd", row_group_size=65_536)
     for place in dict.fromkeys((here, url or here)):
-        _put(place, name("documents", ending="parquet"), table.getvalue())
+        _put(place, name("documents"), table.getvalue())
     return counts
 
 
@@ -197,27 +196,28 @@ def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks =
 # ---- reading ----
 
 
-@dataclass(frozen=True)
 class TokenShards:
-    """A folder of shards, opened without reading them."""
+    """A folder of shards, opened without reading them: `rows` of `seq_len` tokens, read by the ids `marks`."""
 
-    folder: Path
-    facts: dict[str, Any]  # the content of shards.json
-    names: tuple[str, ...]  # the files of tokens, in their order; a number is missing where a task wrote nothing
-    shards: tuple[np.ndarray, ...]  # memory-mapped, [rows, seq_len]; empty where the tokens are at a URL
-    masks: tuple[np.ndarray, ...]  # memory-mapped, the same shapes; empty where every token is trained
-    starts: Integer[np.ndarray, " shards+1"]  # the first row of every shard, and the number of all rows
-    marks: Marks  # the ids by which rows are read
-
-    @property
-    def rows(self) -> int:
-        """Rows in all shards."""
-        return int(self.starts[-1])
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens in a row."""
-        return int(self.facts["seq_len"])
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError where files here are missing or not of the counted size."""
+        self.folder = folder
+        self.facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        files, url, self.seq_len = self.facts["files"], self.facts.get("url", ""), int(self.facts["seq_len"])
+        # The files of tokens in their order; a number is missing where a task wrote nothing.
+        self.names, masks = ([name for name in files if name.startswith(kind)] for kind in ("tokens-", "loss_mask-"))
+        # Memory-mapped, [rows, seq_len] each; none where the tokens are at a URL, or where every token is trained.
+        self._shards, self._masks = (
+            [_open(place, name, (files[name]["rows"], self.seq_len)) for name in names]
+            for place, names in (
+                (local_path(url) if url else folder, self.names if is_local(url) else ()),
+                (folder, masks),
+            )
+        )
+        # The first row of every shard, and the number of all rows.
+        self.starts: Integer[np.ndarray, " shards+1"] = np.cumsum([0, *(files[name]["rows"] for name in self.names)])
+        self.rows = int(self.starts[-1])
+        self.marks = Marks(**self.facts["marks"]) if "marks" in self.facts else MARKS
 
     @property
     def row_bytes(self) -> Integer[np.ndarray, " rows"]:
@@ -225,21 +225,20 @@ class TokenShards:
         files = [self.folder / name.replace("tokens-", "row_bytes-") for name in self.names]
         return np.concatenate([np.load(file, allow_pickle=False) for file in files])
 
-    def documents_of(self, shard: int) -> Path:
-        """Return the file with the documents of a shard."""
-        return self.folder / self.names[shard].replace("tokens-", "documents-").replace(".npy", ".parquet")
+    def _documents_of(self, shard: int, *filters: tuple[str, str, Any]) -> pa.Table:
+        name = self.names[shard].replace("tokens-", "documents-").replace(".npy", ".parquet")
+        return pq.read_table(self.folder / name, filters=filters)
 
     def spans_of_row(self, row: int) -> list[dict[str, Any]]:
         """Return the pieces of documents in a row, from left to right: the columns of `SCHEMA`."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
-        table = pq.read_table(self.documents_of(shard), filters=[("row", "==", row - int(self.starts[shard]))])
-        return table.sort_by("start").to_pylist()
+        return self._documents_of(shard, ("row", "==", row - int(self.starts[shard]))).sort_by("start").to_pylist()
 
     def rows_of_document(self, id: str, source: str, ranges: Sequence[tuple[int, int]]) -> list[int]:
         """Return the rows that hold some of the tokens [start, stop) of a document."""
         rows: set[int] = set()
         for shard, first in enumerate(self.starts[:-1].tolist()):
-            table = pq.read_table(self.documents_of(shard), filters=[("id", "==", id), ("source", "==", source)])
+            table = self._documents_of(shard, ("id", "==", id), ("source", "==", source))
             row, start, stop, offset = (table.column(name).to_numpy() for name in ("row", "start", "stop", "offset"))
             for begin, end in ranges:
                 rows.update((first + row[(offset < end) & (offset + stop - start > begin)]).tolist())
@@ -251,13 +250,13 @@ class TokenShards:
         within = (rows - self.starts[shards]).tolist()
         tokens = np.empty((len(rows), self.seq_len), np.int32)
         mask = np.ones(tokens.shape, np.uint8)
-        if not self.shards:
+        if not self._shards:
             tokens[:] = self._download(shards.tolist(), within)
         for line, (shard, row) in enumerate(zip(shards.tolist(), within, strict=True)):
-            if self.shards:
-                tokens[line] = self.shards[shard][row]
-            if self.masks:
-                mask[line] = self.masks[shard][row]
+            if self._shards:
+                tokens[line] = self._shards[shard][row]
+            if self._masks:
+                mask[line] = self._masks[shard][row]
         return tokens, mask
 
     def _download(self, shards: list[int], rows: list[int]) -> Integer[np.ndarray, "n S"]:
@@ -278,21 +277,6 @@ class TokenShards:
         if len(contents) != len(rows) * size:
             raise UserError(f"{len(contents)} bytes came instead of {len(rows) * size}", where=url, fix=_AGAIN)
         return np.frombuffer(contents, dtype).reshape(-1, self.seq_len)
-
-
-def open_shards(folder: Path) -> TokenShards:
-    """Open a folder of shards. Raises UserError where files here are missing or not of the counted size."""
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    files, url = facts["files"], facts.get("url", "")
-    names, masks = ([name for name in files if name.startswith(kind)] for kind in ("tokens-", "loss_mask-"))
-    place = local_path(url) if url else folder
-    shards, opened = (
-        tuple(_open(here, name, (files[name]["rows"], facts["seq_len"])) for name in members)
-        for here, members in ((place, names if is_local(url) else ()), (folder, masks))
-    )
-    starts = np.cumsum([0, *(files[name]["rows"] for name in names)])
-    marks = Marks(**facts["marks"]) if "marks" in facts else MARKS
-    return TokenShards(folder, facts, tuple(names), shards, opened, starts, marks)
 
 
 def find_shard_folders(folder: Path) -> dict[str, Path]:
