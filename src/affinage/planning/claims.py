@@ -12,6 +12,7 @@ from affinage.model.analysis import parameters
 from affinage.training.state import split_params
 
 COMPUTE_OPTIMAL = 20  # tokens a parameter (Hoffmann et al., 2022)
+MANY_EPOCHS = 40  # passes over the same data after which a further one teaches nothing (Muennighoff et al., 2023)
 _CLOSE = 0.015  # relative difference that rounding explains
 _ROUGHLY = 0.1  # the same for what is computed by rules of thumb
 _DAY = 86_400
@@ -41,6 +42,13 @@ def facts_of(graph: Graph, settings: TrainSettings, rows: int, context: int, dat
     epochs = tokens / data_tokens if data_tokens else None
     ratio, by_rule = tokens / active, 6 * active * tokens
     return Facts(steps, rows, context, tokens, total, active, ratio, flops, by_rule, data_tokens, epochs)
+
+
+def repetition(epochs: float) -> str:
+    """Return the advice for a training that reads its data very many times over, "" for others."""
+    if epochs <= MANY_EPOCHS:
+        return ""
+    return f"reads its data {epochs:,.0f} times: it will learn it by heart; give it more text or fewer steps"
 
 
 @dataclass(frozen=True)
