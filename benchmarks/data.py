@@ -64,7 +64,7 @@ def keepers(documents: Path) -> np.ndarray:
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as scratch:
         files = document_files(documents)
-        removed, _ = find_duplicates(files, DedupSettings(), Path(scratch), executor=Executor(1))
+        removed = find_duplicates(files, DedupSettings(), Path(scratch), executor=Executor(1))
         kept = np.arange(first_documents(files)[-1])
         kept[removed["document"].to_numpy()] = removed["kept"].to_numpy()
         return kept

@@ -133,9 +133,11 @@ PAIRS = [
 @pytest.mark.parametrize("item", PAIRS)
 def test_pairs_of_published_forms_are_read(item: dict):
     pair = parse_pair(item, where="", name="")
-    assert (pair.talks, pair.prompt) == ([[QUESTION, ANSWER], [QUESTION, WORSE]], 1)
+    asked = {**QUESTION, "train": False}
+    assert (pair.talks, pair.prompt) == ([[asked, ANSWER], [asked, WORSE]], 1)
     pair = parse_pair(item | {"system": "x"}, where="", name="")
-    assert (pair.talks, pair.prompt) == ([[SYSTEM, QUESTION, ANSWER], [SYSTEM, QUESTION, WORSE]], 2)
+    system = {**SYSTEM, "train": False}
+    assert (pair.talks, pair.prompt) == ([[system, asked, ANSWER], [system, asked, WORSE]], 2)
 
 
 @pytest.mark.parametrize(

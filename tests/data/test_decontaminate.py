@@ -17,13 +17,17 @@ from planted_copies import lexicon, random_text, written
 from affinage.cli.watch import headline
 from affinage.config.data import DecontaminateSettings
 from affinage.data.decontaminate import (
+    KEY,
+    TEXT,
+    BenchmarkItem,
+    ItemIndex,
     contaminated,
     contamination,
     decontaminate,
+    read_items,
     texts_of_rows,
     write_items,
 )
-from affinage.data.overlap import KEY, TEXT, BenchmarkItem, ItemIndex, read_items
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.errors import UserError
 from affinage.results import DecontaminateResult
@@ -163,17 +167,14 @@ def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
     assert ("quiz", "26") in found.common and (found.texts, found.benchmarks) == (43, {"quiz"})
 
 
-@pytest.mark.parametrize("context", [8, 64])
-def test_a_text_that_goes_on_in_the_next_row_is_one(tmp_path: Path, context: int):
-    texts = ["The capital of France is Paris.", "é", "Twelve plus seven makes nineteen; douze plus sept."]
-    stream = [token for text in texts for token in (BOS, *tokenizer().encode(text), EOS)]
-    rows = -(-len(stream) // context)
-    tokens = np.full(rows * context, PAD, np.uint16)
-    tokens[: len(stream)] = stream
-    folder = tmp_path / "train" / "books.en"
-    write_tokens(folder, tokens.reshape(rows, context))
-    said = [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()]
-    assert said == texts
+def test_texts_of_rows_are_those_of_their_conversations(tmp_path: Path):
+    texts = ["The capital of France is Paris.", "é"]
+    tokens = np.full((2, 64), PAD, np.uint16)
+    for row, text in zip(tokens, texts, strict=True):
+        ids = [BOS, *tokenizer().encode(text), EOS]
+        row[: len(ids)] = ids
+    write_tokens(tmp_path / "train" / "chats", tokens)
+    assert [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()] == texts
 
 
 HARBOUR = "The committee decided on Thursday that the old harbour would be rebuilt before the winter storms."

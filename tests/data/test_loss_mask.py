@@ -135,11 +135,8 @@ def test_an_answer_is_trained_only_where_the_text_has_it_as_it_was_said():
 
 
 @pytest.mark.parametrize("form", ["llama3", "qwen2_5_training", "qwen3_training", "phi3_training", "zephyr"])
-def test_answers_before_a_message_or_that_are_not_to_be_trained_are_not(form: str):
+def test_answers_that_are_not_to_be_trained_are_not(form: str):
     tokenizer = ours(form)
-    for first, expected in ((0, [FIRST, SECOND]), (2, [SECOND]), (3, [SECOND])):
-        text = trained_text(*encode_conversation(PLAIN, tokenizer, "", trained_from=first), tokenizer)
-        assert [answer for answer in ANSWERS if answer in text] == expected
     ids, trained = encode_conversation([PLAIN[0], {**PLAIN[1], "train": False}, *PLAIN[2:]], tokenizer, "")
     assert ids == encode_conversation(PLAIN, tokenizer, "")[0]
     assert SECOND in trained_text(ids, trained, tokenizer) and len(trained_runs(trained)) == 1

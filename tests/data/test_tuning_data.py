@@ -15,8 +15,7 @@ from affinage.config.training import DpoSettings, SftSettings
 from affinage.data import tuning_data
 from affinage.data.chat import encode_document, encode_prompt
 from affinage.data.dataloader import DataLoader, validation_sets
-from affinage.data.decontaminate import write_items
-from affinage.data.overlap import BenchmarkItem
+from affinage.data.decontaminate import BenchmarkItem, write_items
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data, show_examples
 from affinage.errors import UserError, UserWarned

@@ -8,8 +8,8 @@ import pytest
 
 from affinage.config.data import DecontaminateSettings
 from affinage.config.load import load_recipe
+from affinage.data.decontaminate import BenchmarkItem
 from affinage.data.documents import read_documents
-from affinage.data.overlap import BenchmarkItem
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.eval_results import contamination_search
 from affinage.pipeline.runner import PipelineRunner, ProgressListener

@@ -186,21 +186,17 @@ def guarded(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: 
     return safe
 
 
-def encode_conversation(
-    messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, trained_from: int = 0
-) -> Encoded:
+def encode_conversation(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> Encoded:
     """Return the tokens of a conversation, and which of them are trained on.
 
     It is written in the tokenizer's template, where `_answers` finds what is trained. Or in ChatML: what a text begins
     with (`<s>`) and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`; the assistant's content and the token
-    that ends it are trained. Messages before `trained_from` are not, nor those with `train: False`. ChatML has no place
-    for reasoning.
+    that ends it are trained. Those with `train: False` are not. ChatML has no place for reasoning.
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
     safe = guarded(messages, tokenizer, system_prompt)
-    first = trained_from + len(safe) - len(messages)
-    trained = [number for number, message in enumerate(safe) if number >= first and is_trained(message)]
+    trained = [number for number, message in enumerate(safe) if is_trained(message)]
     ids, mask = tokenizer.encode_rendered(*_write(safe, tokenizer, trained))
     opening = tokenizer.opening if tokenizer.template is None else ()
     return [*opening, *ids], [False] * len(opening) + mask
@@ -211,11 +207,9 @@ def is_trained(message: Message) -> bool:
     return message["role"] == "assistant" and message.get("train", True) is not False
 
 
-def encode_document(
-    messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, trained_from: int = 0
-) -> Encoded:
+def encode_document(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> Encoded:
     """Return a conversation as a document that sees no other one in its row; see `encode_conversation`."""
-    tokens, trained = encode_conversation(messages, tokenizer, system_prompt, trained_from=trained_from)
+    tokens, trained = encode_conversation(messages, tokenizer, system_prompt)
     if tokenizer.fixed_ids and tokenizer.template is None:
         return tokens, trained
     return [*tokens, tokenizer.conversation_marks.end], [*trained, False]  # it need not begin with an id of its own
@@ -224,7 +218,7 @@ def encode_document(
 def encode_prompt(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> list[int]:
     """Return the tokens of the conversation so far, and of ChatML `<|im_start|>assistant\\n`: the answer follows."""
     check_messages(messages)
-    text, _ = _write(guarded(messages, tokenizer, system_prompt), tokenizer, add_generation_prompt=True)
+    text, _ = _write(guarded(messages, tokenizer, system_prompt), tokenizer, asks=True)
     return [*(tokenizer.opening if tokenizer.template is None else ()), *tokenizer.encode_rendered(text)[0]]
 
 
@@ -244,15 +238,14 @@ def unstopped_answers(tokens: Sequence[int], trained: Sequence[bool], stops: Seq
 
 
 def _write(
-    messages: Sequence[Message],
-    tokenizer: "Tokenizer",
-    trained: Sequence[int] = (),
-    *,
-    add_generation_prompt: bool = False,
+    messages: Sequence[Message], tokenizer: "Tokenizer", trained: Sequence[int] = (), *, asks: bool = False
 ) -> Written:
-    """Return messages in the tokenizer's template or in ChatML, and the parts that are the answers `trained`."""
+    """Return messages in the tokenizer's template or in ChatML, and the parts of them that are the answers `trained`.
+
+    With `asks`, the text by which the model is asked for an answer follows.
+    """
     if (template := tokenizer.template) is not None:
-        text, blocks = template.render_blocks(messages, add_generation_prompt=add_generation_prompt)
+        text, blocks = template.render_blocks(messages, add_generation_prompt=asks)
         return text, _answers(template, messages, trained, text, blocks)
     tokenizer.require_chat_tokens()
     text, spans = "", list[Span]()
@@ -262,7 +255,7 @@ def _write(
         text += message["content"] + _END
         spans += [(begin, len(text))] if number in trained else []
         text += "\n"
-    return text + (f"{_START}assistant\n" if add_generation_prompt else ""), spans
+    return text + (f"{_START}assistant\n" if asks else ""), spans
 
 
 def _answers(

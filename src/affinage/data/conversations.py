@@ -46,7 +46,8 @@ class Example:
     @property
     def content(self) -> str:
         """Examples of equal content are sampled, limited and held out together: conversations, or prompts of pairs."""
-        return json.dumps(self.talks[0][: self.prompt or None])
+        messages = self.talks[0][: self.prompt or None]
+        return json.dumps([{key: text for key, text in message.items() if key != "train"} for message in messages])
 
     @property
     def messages(self) -> list[Message]:
@@ -102,7 +103,7 @@ def parse_pair(item: Item, *, where: str, name: str) -> Example:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt:
         raise UserError("a pair without a prompt", where=where, fix=f"A pair needs {_PAIR}.")
-    prompt = _with_system(prompt, item)
+    prompt = [{**message, "train": False} for message in _with_system(prompt, item)]
     talks = [[*prompt, *answer] for answer in (chosen, rejected)]
     for talk in talks:
         check_messages(talk, where=where)

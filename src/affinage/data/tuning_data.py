@@ -27,11 +27,10 @@ from affinage.config.training import ConversationSettings, DpoSettings, SftSetti
 from affinage.data import chat
 from affinage.data.chat import Encoded
 from affinage.data.conversations import Example, Part, open_source, read_lines
-from affinage.data.decontaminate import contaminated
+from affinage.data.decontaminate import contaminated, strings_in
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
 from affinage.data.order import shuffle_keys
-from affinage.data.overlap import strings_in
 from affinage.data.places import unique
 from affinage.data.token_shards import FACTS, Document, TokenShards, find_shard_folders, finish_folder, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
@@ -85,9 +84,6 @@ def prepare_tuning_data(
     where not one token would be trained.
     """
     started = time.monotonic()
-    if not (folder / "keys").is_dir():  # otherwise a run that was killed left what is here
-        for part in ("train", "validation"):
-            shutil.rmtree(folder / part, ignore_errors=True)
     tasks: list[TuningTask] = []
     template = None if tokenizer.template is None else tokenizer.template.source
     for index, source in enumerate(settings.sources):
@@ -232,9 +228,7 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     and left out (None) if nothing trained remains.
     """
     talks, pair, seq_len, rule = line.talks, len(line.talks) > 1, task.seq_len, task.settings.truncation
-    encode = partial(
-        chat.encode_document, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=line.prompt
-    )
+    encode = partial(chat.encode_document, tokenizer=tokenizer, system_prompt=task.system_prompt)
     sides = [encode(talk) for talk in talks]
     too_long = sum(len(ids) for ids, _ in sides) > seq_len
     if too_long and rule == "drop":
@@ -246,7 +240,7 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
             talks = [talks[0][: ends.pop()]]
             sides = [encode(talks[0])]
     counts["unstopped"] += sum(chat.unstopped_answers(*side, tokenizer.stops) for side in sides)
-    answers = sum(chat.is_trained(message) for talk in talks for message in talk[line.prompt :])
+    answers = sum(chat.is_trained(message) for talk in talks for message in talk)
     rewritten = max(0, answers - sum(len(chat.trained_runs(trained)) for _, trained in sides))
     identical = pair and sides[0] == sides[1]
     thoughts = talks[0][-1].get(chat.REASONING, "").strip()

@@ -11,9 +11,8 @@ import pyarrow as pa
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.data import DecontaminateSettings
-from affinage.data.decontaminate import Contamination, contamination, texts_of_rows
+from affinage.data.decontaminate import BenchmarkItem, Contamination, ItemIndex, contamination, texts_of_rows
 from affinage.data.documents import read_documents
-from affinage.data.overlap import BenchmarkItem, ItemIndex
 from affinage.data.tokenizer import Tokenizer
 from affinage.evaluation.results import RESULTS, STATE, Search
 from affinage.pipeline import models
