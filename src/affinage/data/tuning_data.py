@@ -127,9 +127,9 @@ def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
 
 def _lines(task: TuningTask) -> Iterator[tuple[int, Example | UserError]]:
     """Yield the key of every line of a task and its content, an error where it cannot be used."""
-    form = task.source.format if isinstance(task.settings, SftSettings) else "pair"
+    pairs = isinstance(task.settings, DpoSettings)
     for part, number, count in task.parts:
-        for line in read_lines(part, task.opened, form, number, count):
+        for line in read_lines(part, task.opened, pairs=pairs, number=number, count=count):
             if not isinstance(line, UserError):
                 yield int(shuffle_keys([line.content], task.seed, "conversations")[0]), line
             elif task.settings.on_error == "raise":
