@@ -14,7 +14,7 @@ from affinage.config.data import DecontaminateSettings
 from affinage.config.training import DpoSettings, SftSettings
 from affinage.data import tuning_data
 from affinage.data.chat import encode_document, encode_prompt
-from affinage.data.dataloader import DataLoader, validation_sets
+from affinage.data.dataloader import DataLoader, ValidationRows
 from affinage.data.decontaminate import BenchmarkItem, write_items
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data, show_examples
@@ -77,7 +77,7 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
         assert part["bytes"] == sum(tokenizer.piece_bytes[t][m].sum() for t, m in documents)
         assert part["rows"] < len(documents)
     assert batch["loss_mask"].sum() == summary["train"]["trained_tokens"]
-    assert validation_sets(tmp_path / "rows/validation", batch=2)["source-0"].bytes == validation["bytes"]
+    assert ValidationRows(tmp_path / "rows/validation/source-0", batch=2).bytes == validation["bytes"]
 
     rows = np.load(tmp_path / "rows/train/source-0/tokens-00000-of-00001.npy")
     for span in pq.read_table(tmp_path / "rows/train/source-0/documents-00000-of-00001.parquet").to_pylist():

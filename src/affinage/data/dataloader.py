@@ -97,11 +97,6 @@ class Stage(NamedTuple):
         turn, slot = divmod(draw - self.first, len(self.pattern))
         return self.begun + turn * self.counts + np.bincount(self.pattern[:slot], minlength=len(self.counts))
 
-    def draw_of(self, number: int, position: int) -> int:
-        """Return the draw that takes a position of a component: the inverse of `draws`."""
-        turn, rank = divmod(position - int(self.begun[number]), int(self.counts[number]))
-        return self.first + turn * len(self.pattern) + int(np.flatnonzero(self.pattern == number)[rank])
-
 
 def stages_of(groups: Mapping[str, Group], mixture: Sequence[tuple[int, Weights]] | None, batch: int) -> list[Stage]:
     """Return the stages of a mixture, given as (first step, weights) from step 0 on; None takes all rows as they come.
@@ -197,8 +192,6 @@ class DataLoader:
             for stage in self._stages
             for component in stage.components
         }
-        self.rows = sum(self.shards[name].rows for name in set(itertools.chain(*self._starts)))
-        """Rows that are drawn from."""
         self.reference: Mapping[str, Float[np.ndarray, "rows documents"]] = {}
         """Of preferences: the log-probabilities that the reference gives the documents of each row, by folder."""
 
@@ -246,7 +239,9 @@ class DataLoader:
                 for epoch in range(first // total, -(-end // total)):
                     place = permuted(number, total, *self._order(component, epoch), inverse=True)
                     if first <= (position := epoch * total + int(place[0])) < end:
-                        drawn.append(stage.draw_of(index, position) // self.batch_size)
+                        turn, rank = divmod(position - int(stage.begun[index]), int(stage.counts[index]))
+                        slot = int(np.flatnonzero(stage.pattern == index)[rank])
+                        drawn.append((stage.first + turn * len(stage.pattern) + slot) // self.batch_size)
         return sorted(drawn)
 
     def epochs(self, steps: int) -> dict[str, float]:
@@ -337,8 +332,3 @@ class ValidationRows:
 
     def __iter__(self) -> Iterator[Batch]:
         return (self.batch(index) for index in range(len(self)))
-
-
-def validation_sets(folder: Path, *, batch: int, limit: int | None = None) -> dict[str, ValidationRows]:
-    """Return all folders of shards below `folder`, by name; none if there was no text to hold out."""
-    return {name: ValidationRows(path, batch=batch, limit=limit) for name, path in find_shard_folders(folder).items()}

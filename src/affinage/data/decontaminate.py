@@ -148,7 +148,7 @@ def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Ar
                 if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1):
                     key = np.searchsorted(keys, runs[k])
                     if key < keys.size and keys[key] == runs[k]:
-                        hits.extend((text, key, places[k, 0] - start, places[k + length - 1, 1] - start))
+                        hits.extend((np.int64(text), key, places[k, 0] - start, places[k + length - 1, 1] - start))
     return np.array(hits, np.int64).reshape(-1, 4)
 
 

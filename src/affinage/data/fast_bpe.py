@@ -7,6 +7,7 @@ as SentencePiece with this vocabulary; this is several times as fast (benchmarks
 """
 
 import heapq
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -102,8 +103,9 @@ def _classes(pieces: Sequence[str]) -> np.ndarray:
     classes = np.where(letters_table(), np.uint8(LETTER), np.uint8(OTHER))
     classes[ord(" ")] = SPACE
     classes[[ord("\n"), ord("\t")]] = ALONE
+    bounds = [(start, end) for start, end in itertools.pairwise(offsets.astype(np.int64)) if end > start]
     for too_fine in (OTHER, SPACE):
-        if not _are_words(data, offsets, classes):
+        if any(_word_end(data, start, end, classes) != end for start, end in bounds):
             classes[classes == too_fine] = LETTER
     return classes
 
@@ -123,16 +125,6 @@ def _word_end(data: np.ndarray, start: np.int64, end: np.int64, classes: np.ndar
             kind = here
         i += size
     return i
-
-
-@kernel
-def _are_words(data: np.ndarray, offsets: np.ndarray, classes: np.ndarray) -> bool:
-    """Whether no text is cut."""
-    for text in range(offsets.size - 1):
-        start, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
-        if end > start and _word_end(data, start, end, classes) != end:
-            return False
-    return True
 
 
 @kernel

@@ -131,9 +131,6 @@ class Tokenizer:
         """Return the id of a piece or a control token, None if the vocabulary lacks it."""
         return self.controls.get(piece, self._fast.token_to_id(piece))
 
-    def _named(self, name: str) -> int | None:
-        return self.id_of(self.special_tokens.get(name, ""))
-
     @cached_property
     def opening(self) -> tuple[int, ...]:
         """Ids that a text begins with: <s>; what another tokenizer itself puts before a text."""
@@ -146,7 +143,7 @@ class Tokenizer:
     @property
     def bos(self) -> int:
         """The id that stands for an empty context: that of <s>, or else of the end of a text."""
-        begin = self._named("bos_token")
+        begin = self.id_of(self.special_tokens.get("bos_token", ""))
         return self.eos if begin is None else begin
 
     @property
@@ -161,7 +158,7 @@ class Tokenizer:
     @property
     def pad(self) -> int | None:
         """The id that fills rows up, if there is one for it."""
-        return self._named("pad_token")
+        return self.id_of(self.special_tokens.get("pad_token", ""))
 
     @cached_property
     def _configured_stops(self) -> tuple[int, ...]:

@@ -72,15 +72,16 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
     `settings` decide what is a match; by default they are those of decontamination.
     """
     split, tokenizer = models.made_from(training, "split"), models.made_from(training, "train-tokenizer")
-    chats = [chat for step in ("sft-data", "preference-data") if (chat := models.made_from(training, step)) is not None]
+    found = [models.made_from(training, step) for step in ("sft-data", "preference-data")]
+    chats = [(chat / "train", tokenizer) for chat in found if chat is not None and tokenizer is not None]
 
     def texts() -> Iterator[pa.Array]:
         for batch in read_documents(split / "train", ["text"]) if split is not None else ():
             yield batch.column("text")
-        for chat in chats if tokenizer is not None else ():
-            yield from texts_of_rows(chat / "train", Tokenizer(tokenizer))
+        for rows, folder in chats:
+            yield from texts_of_rows(rows, Tokenizer(folder))
 
     def search(items: Iterable[BenchmarkItem]) -> Contamination:
         return contamination(ItemIndex(items, (settings or DecontaminateSettings()).n_grams), texts())
 
-    return search if split is not None or (chats and tokenizer is not None) else None
+    return search if split is not None or chats else None

@@ -26,12 +26,8 @@ from affinage.pipeline.models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary, at, check_exists, print_line
 
 # Counts of tuning data that are printed: what was cut, left out, or written in another way.
-_COUNTS = (
-    *("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere"),
-    "rewritten",
-    "reasoning_dropped",
-    "prompt_differs",
-)
+_COUNTS: tuple[str, ...] = ("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere")
+_COUNTS += ("rewritten", "reasoning_dropped", "prompt_differs")
 
 
 def synthesize(context: StepContext, size: int) -> Summary:

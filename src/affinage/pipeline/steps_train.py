@@ -15,7 +15,7 @@ from affinage.checkpoint.remote import Uploader, download
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.dataloader import DataLoader, ValidationRows, validation_sets
+from affinage.data.dataloader import DataLoader, ValidationRows
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
@@ -182,7 +182,8 @@ def _token_rows(
         facts = {"rows": rows.name, "seed": seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
         write_json(context.folder / FEED, facts)
     rows_at_once = batch // settings.gradient_accumulation_steps  # a micro-batch is what fits in memory
-    return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
+    opened = partial(ValidationRows, batch=rows_at_once, limit=settings.eval_sequences)
+    return feed, {name: opened(path) for name, path in find_shard_folders(rows / "validation").items()}
 
 
 def within_epochs(
