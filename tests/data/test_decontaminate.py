@@ -111,15 +111,6 @@ def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
     assert summary["samples"]["in a benchmark"][0]["detail"].startswith("quiz 7: WHICH\nOF")
 
 
-def test_short_items_are_looked_for_whole_but_not_the_shortest(tmp_path):
-    nine = ("Nine words that are an item of a benchmark.",)
-    items = [BenchmarkItem("b", "1", nine), BenchmarkItem("b", "2", ("Paris",))]
-    texts = ["Nine words, that are an item of a benchmark, and more", "Nine words that are an item of Paris"]
-    summary, rows = run(tmp_path, texts, items)
-    assert [row["id"] for row in rows] == ["d1"]
-    assert summary["benchmarks"]["b"] == {"items": 2, "too_short": 1, "found": 1, "documents": 1, "common": 0}
-
-
 def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     template = "Choose the one answer of those that follow which best completes the sentence that you have read: "
     items = [BenchmarkItem("b", str(k), (template + filler(k, 20),)) for k in range(12)]
@@ -180,21 +171,19 @@ def test_texts_of_rows_are_those_of_their_conversations(tmp_path: Path):
 HARBOUR = "The committee decided on Thursday that the old harbour would be rebuilt before the winter storms."
 
 
-@pytest.mark.parametrize(
-    "written_as",
-    [
-        "> The committee decided on Thursday that\n> the old harbour would be rebuilt\n> before the winter storms.",
-        "The committee decided | on Thursday | that the old harbour | would be rebuilt before the winter storms.",
-        "The committee <b>decided</b> on Thursday<br>that the <a href='x'>old</a> harbour would be rebuilt before the "
-        "winter storms.",
-        "The committee + decided = on $ Thursday that the old harbour would be rebuilt before the winter storms.",
-    ],
-    ids=["quoted", "table", "html", "signs"],
-)
-def test_signs_and_tags_between_words_hide_nothing(tmp_path, written_as):
-    write_documents(tmp_path / "in", [{"text": f"Before. {written_as} After."}, {"text": "a < b and c > d " * 20}])
-    summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, [BenchmarkItem("quiz", "0", (HARBOUR,))])
-    assert summary["removed"] == {"in a benchmark": 1} and summary["benchmarks"]["quiz"]["found"] == 1
+WRITTEN = [
+    "> The committee decided on Thursday that\n> the old harbour would be rebuilt\n> before the winter storms.",
+    "The committee decided | on Thursday | that the old harbour | would be rebuilt before the winter storms.",
+    "The committee <b>decided</b> on Thursday<br>that the <a href='x'>old</a> harbour would be rebuilt "
+    "before the winter storms.",
+    "The committee + decided = on $ Thursday that the old harbour would be rebuilt before the winter storms.",
+]
+
+
+def test_signs_and_tags_between_words_hide_nothing(tmp_path):
+    texts = [*(f"Before. {text} After." for text in WRITTEN), "a < b and c > d " * 20]
+    summary, rows = run(tmp_path, texts, [BenchmarkItem("quiz", "0", (HARBOUR,))])
+    assert summary["removed"] == {"in a benchmark": 4} and [row["id"] for row in rows] == ["d4"]
 
 
 def test_items_are_found_as_they_are_published(tmp_path):
@@ -205,11 +194,12 @@ def test_items_are_found_as_they_are_published(tmp_path):
         BenchmarkItem("arc", "0", ("Who built the bridge?", "A clever engineer from the north", prompt)),
         BenchmarkItem("arc", "1", ("Why?", "Because.", "Question: Why?\nAnswer: Because. So it is then, is it not?")),
         BenchmarkItem("tiny", "0", ("One two three?", "No.", "Question: One two three?\nAnswer: No. Now answer:")),
+        BenchmarkItem("nine", "0", ("Nine words that are an item of a benchmark.",)),  # looked for whole
     ]
     texts = [blank.replace("_", "harbour"), "Who built the bridge? A clever engineer from the north.", "nothing of it"]
-    write_documents(tmp_path / "in", [{"text": text} for text in texts])
-    summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, items)
-    assert [row["id"] for row in rows_of(tmp_path / "out")] == ["d2"]
+    texts += ["Nine words, that are an item of a benchmark, and more", "Nine words that are an item of Paris"]
+    summary, rows = run(tmp_path, texts, items)
+    assert [row["id"] for row in rows] == ["d2", "d4"]
     assert summary["benchmarks"]["tiny"]["too_short"] == 1 and summary["benchmarks"]["arc"]["found"] == 1
 
 

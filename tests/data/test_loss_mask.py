@@ -162,12 +162,6 @@ def test_many_turns_are_trained_as_few_are_in_one_rendering(form: str, monkeypat
         assert (ids[:last], trained[:last]) == (some[:last], mask[:last])
 
 
-@pytest.mark.parametrize("form", ["chatml", "llama3", "qwen2_5_training"])
-def test_of_a_conversation_without_an_answer_nothing_is_trained(form: str, tokenizer):
-    ids, trained = encode_conversation(PLAIN[:1], tokenizer if form == "chatml" else ours(form), "")
-    assert ids and not any(trained)
-
-
 @pytest.mark.parametrize("content", ["", "e", "end", "s", "/s"])
 def test_the_first_end_after_an_answer_is_the_last_token_trained(content: str):
     """As Phi-3 ends: what the end of the text spells may be said, too."""
