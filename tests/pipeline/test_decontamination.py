@@ -11,8 +11,8 @@ from affinage.config.load import load_recipe
 from affinage.data.decontaminate import BenchmarkItem
 from affinage.data.documents import read_documents
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.eval_results import contamination_search
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
+from affinage.pipeline.steps_eval import contamination_search
 from choice_task import write_items, write_task
 
 RECIPE = """\

@@ -134,7 +134,7 @@ def report(
     if out is None:
         check_complete(target, runs, instead="For a report of what there is, name a file: --out report.html")
     elif missing := untrained(folder):
-        warn(f"`{run}` is not complete; to train: {', '.join(missing.values())}")
+        warn(f"`{run}` is not complete; to train: {', '.join(missing)}")
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     from affinage.report import write_report
 
@@ -161,9 +161,10 @@ def run_pipeline(
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
         loaded, run_folder = load(name, settings.overrides, settings.runs)
         runs = settings.runs if run_folder is None else run_folder.parent  # a run named by its path is run where it is
-        from affinage.cli.watch import Watch, show_plan, show_result, warn_of
+        from affinage.cli.watch import Watch, show_plan, show_result
         from affinage.cluster.processes import init_distributed
-        from affinage.pipeline.build import build_steps, prepare_process
+        from affinage.hardware.devices import prepare
+        from affinage.pipeline.build import build_steps
         from affinage.pipeline.models import command
         from affinage.pipeline.runner import PipelineRunner
 
@@ -174,12 +175,11 @@ def run_pipeline(
         if any_of:
             until = [step for step in until if step in {each.name for each in steps}] or until
         runner = PipelineRunner(loaded, runs, steps, until=until, force=settings.force or ())
-        prepare_process(recipe)
+        prepare()
         if settings.dry_run:
             plan = runner.plan()
             runner.check(plan)
             show_plan(plan, settings.as_json)
-            warn_of(plan)
             return runner.folder
         heartbeat = recipe.runtime.heartbeat_timeout
         with init_distributed(heartbeat) as processes, only_data_on_stdout(settings.as_json):
@@ -195,7 +195,6 @@ def run_pipeline(
                 raise UserError(f"steps that come before are not complete: {', '.join(before)}", where=name, fix=fix)
             with processes.all_at_work():  # the mesh is of all their devices
                 runner.check(plan)
-            warn_of(plan)
             if recipe.pretrain is not None and recipe.pretrain_tokens is not None and "pretrain" in waiting:
                 tokens = f"pretrain: {recipe.pretrain.steps:,} steps, {recipe.pretrain_tokens:,} tokens"
                 screen().print(tokens, highlight=False)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from affinage import results
-from affinage.cli.options import warn
 from affinage.cli.output import Table, counted, emit, listed, screen, working
 from affinage.durations import duration
 from affinage.pipeline.models import TRAININGS, command
@@ -55,20 +54,11 @@ def _print(name: str, text: str) -> None:
 
 def show_plan(steps: Sequence[PlannedStep], as_json: bool) -> None:
     """List the steps, which of them would run, and why."""
-    rows = [
-        {"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key, "unchecked": s.unchecked}
-        for s in steps
-    ]
+    rows = [{"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps]
     shown = [(s.name, "stays" if s.complete else "runs", s.reason) for s in steps]
     waiting = sum(not step.complete for step in steps)
     table = Table(("step", "", "why"), shown, left=(0, 1, 2))
     emit(rows, as_json, [table, "", f"{waiting} of {counted(len(steps), 'step')} would run."])
-
-
-def warn_of(plan: Sequence[PlannedStep]) -> None:
-    """Print the sources whose version no server gave."""
-    for url, why in {url: why for step in plan for url, why in step.unchecked.items()}.items():
-        warn(f"cannot check whether {url} has changed: {why}")
 
 
 def show_result(
@@ -116,12 +106,12 @@ def headline(result: results.Result) -> Iterator[str]:
             yield words.format(value)
     if isinstance(result, results.DocumentsResult) and result.reasons:
         yield f"removed: {listed([f'{count:,} {reason}' for reason, count in result.reasons], _SHOWN)}"
-    if isinstance(result, results.DecontaminateResult):
+    if isinstance(result, results.DocumentsResult) and result.benchmarks:
         matches = [f"{one.found:,} of {one.items:,} of {name}" for name, one in result.benchmarks.items() if one.found]
         yield f"benchmark items found: {listed(matches, _SHOWN) or 'none'}"
         if common := sum(one.common or 0 for one in result.benchmarks.values()):
             yield f"{common:,} in so many documents that they are no match"
-    if isinstance(result, results.SplitResult) and result.without_validation:
+    if isinstance(result, results.DocumentsResult) and result.without_validation:
         missed = listed(result.without_validation, _SHOWN)
         yield f"none held out of {missed}: too few documents (data.split.by=tail cuts ends)"
     if isinstance(result, results.EvaluationResult):

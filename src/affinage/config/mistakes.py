@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -13,14 +13,6 @@ from affinage.config.settings import Settings, classes_in
 from affinage.config.yaml import Path, brief
 from affinage.errors import UserError, did_you_mean, meant
 
-_SHARED = ("pretrain", "sft", "dpo")  # the sections that take what `training` gives
-_MOST = 3  # places that are suggested
-_PLAINER = {  # in pydantic's messages
-    r"a valid dictionary( or instance of \w+)?": "a mapping",
-    r"a valid (tuple|list)": "a list",
-    r"(Tuple|List) should have at least (\d+) items?.*": r"it needs at least \2",
-}
-
 
 def explain(
     error: ValidationError,
@@ -29,10 +21,7 @@ def explain(
     locate: Callable[[Sequence[str | int]], str],
     within: Sequence[str] = (),
 ) -> UserError:
-    """Turn all mistakes in `raw`, parsed as `model`, into one message with a line for each.
-
-    `within` is where in the recipe `raw` stands: names that are suggested begin with it, so that they can be pasted.
-    """
+    """Turn all mistakes in `raw`, which stands `within` a section of the recipe, into one message, a line for each."""
     groups: dict[Path, list[ErrorDetails]] = defaultdict(list)
     for details in error.errors(include_url=False):
         path = written_path(details["loc"], raw)
@@ -44,13 +33,12 @@ def explain(
         if inside and not any(details["type"] in ("value_error", "extra_forbidden") for details in group):
             continue
         what, fix = _sentence(path, group, model, within)
-        where, setting = locate(path), path[1:] if path[:1] and path[0] in _SHARED else path
+        where = locate(path)
         # What `training` gives for several trainings is one mistake.
-        mistakes.setdefault((where, setting, group[0]["type"]), UserError(what, where=where, fix=fix))
-    in_order = sorted(mistakes.values(), key=lambda mistake: _in_reading_order(mistake.where))
-    if len(in_order) == 1:
-        return in_order[0]
-    return UserError(f"the recipe has {len(in_order)} mistakes\n" + "\n".join(map(str, in_order)))
+        mistakes.setdefault((where, path[-1:], group[0]["type"]), UserError(what, where=where, fix=fix))
+    if len(mistakes) == 1:
+        return next(iter(mistakes.values()))
+    return UserError(f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(map(str, mistakes.values())))
 
 
 def written_path(loc: Sequence[str | int], raw: Any) -> Path:
@@ -96,12 +84,12 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings], with
     if kind == "missing":
         return f"`{dotted}` is missing", f"Add `{loc[-1]}:`."
     if kind == "extra_forbidden" or loc[-1:] == ("[key]",):
-        return f"`{dotted}` is not a setting", _nearest(path, known, model, within)
+        nearest = difflib.get_close_matches(str(path[-1]), known, n=1)
+        meaning = meant(".".join(map(str, (*within, *path[:-1], name))) for name in nearest)
+        return f"`{dotted}` is not a setting", meaning or f"Settings here: {', '.join(known)}."
     if kind == "value_error":
         return f"`{dotted}`: {details['ctx']['error']}", ""
     wanted = ", or ".join(dict.fromkeys(each["msg"].partition(", unable")[0] for each in group))
-    for pattern, plainer in _PLAINER.items():
-        wanted = re.sub(pattern, plainer, wanted)
     must = f", and must be {wanted.replace('Input should be ', '')}" if wanted.startswith("Input") else f": {wanted}"
     if value is None:
         return f"`{dotted}` is empty{must}", "Leave it out for the default."
@@ -111,27 +99,3 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings], with
     fields = [each.model_fields[key] for each, key in around if each is not None and key in each.model_fields]
     meaning = " ".join((fields[-1].description or "").split()) if fields else ""
     return what, did_you_mean(str(value), words) or (f"Settings here: {', '.join(known)}." if settings else meaning)
-
-
-def _nearest(path: Path, known: Sequence[str], model: type[Settings], within: Sequence[str]) -> str:
-    """Suggest the setting that is meant, by its whole name: one beside it, else those of that name in other places."""
-    *around, word = map(str, path)
-    places = list(_places(model))
-    elsewhere = [place for place in places if place[-1] == word]
-    here = difflib.get_close_matches(word, known, n=1, cutoff=0.75 if elsewhere else 0.6)
-    chosen = [(*around, here[0])] if here else elsewhere[:_MOST]
-    return meant(".".join((*within, *place)) for place in chosen) or f"Settings here: {', '.join(known)}."
-
-
-def _places(model: type[Settings], around: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the keys that lead to each setting, without those that stand in lists."""
-    for name, field in model.model_fields.items():
-        yield (*around, name)
-        for suffix, inner in classes_in(field.annotation):
-            if not suffix:
-                yield from _places(inner, (*around, name))
-
-
-def _in_reading_order(where: str) -> tuple[str, int]:
-    file, _, line = where.rpartition(":")
-    return file, int(line) if line.isdigit() else 0

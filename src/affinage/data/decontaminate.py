@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
-from affinage.data.documents import Stats, copy_documents, document_files, read_documents, write_table
+from affinage.data.documents import Stats, copy_documents, document_files, read_documents
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.json_files import encodable, write_json
 from affinage.data.minhash import hash_words, longest_text, shingles
@@ -284,7 +284,7 @@ def decontaminate(
     total = Stats.total(stats for stats, _ in copies)
     matches = [match for _, own in copies for match in own]
     folder.mkdir(parents=True, exist_ok=True)
-    write_table(folder / MATCHES, pa.Table.from_pylist(matches, _MATCH))
+    pq.write_table(pa.Table.from_pylist(matches, _MATCH), folder / MATCHES, compression="zstd")
     for stage in ("scans", "copies"):
         shutil.rmtree(folder / stage, ignore_errors=True)
     found = {(match["benchmark"], match["item"]) for match in matches}

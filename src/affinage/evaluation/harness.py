@@ -29,7 +29,7 @@ from lm_eval.tasks import TaskManager
 from sqlitedict import SqliteDict
 
 from affinage.cluster.processes import Processes
-from affinage.data.hub_answers import limit_requests
+from affinage.data.places import limit_requests
 from affinage.errors import UserError, did_you_mean, first_line, is_of_network
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, POCKET_TASKS, is_offline, on_hub
 

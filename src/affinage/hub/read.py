@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from affinage.data.chat import system_prompt_in
-from affinage.data.hub_answers import limit_requests, refusal
 from affinage.data.json_files import read_object
+from affinage.data.places import limit_requests, refusal
 from affinage.data.tokenizer import template_in
 from affinage.errors import UserError, of_the_machine
 from affinage.hub.families import FAMILIES, Architecture, architecture_of

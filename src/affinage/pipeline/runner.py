@@ -15,13 +15,14 @@ from filelock import Timeout
 
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
+from affinage.data.json_files import write_json
 from affinage.data.places import is_url
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, located, print_line
-from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, write_json
+from affinage.pipeline.store import REQUEST, Request, Store, link, read_request
 from affinage.results import RESULT, RESULTS, Result, read_json, versions
 from affinage.stopping import StopSignals
 
@@ -41,7 +42,6 @@ class PlannedStep:
     step: Step
     request: Request
     reason: str
-    unchecked: dict[str, str]  # URLs that it reads and of which no server gave the version -> why
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ class PipelineRunner:
                 wanted.update(step.inputs)
         self._all, self._force = steps, force
         self._steps = [step for step in steps if step.name in wanted]
-        self._sources: dict[str, tuple[dict[str, str], dict[str, str]]] = {}  # of each step, read once
+        self._sources: dict[str, dict[str, str]] = {}  # of each step, read once
         self._remote: RemoteResults | None = None
         if loaded.recipe.runtime.remote is not None:
             from affinage.pipeline import remote_results  # imports JAX, which a plan does without
@@ -116,18 +116,17 @@ class PipelineRunner:
         for step in self._steps:
             before = read_request(self.folder / step.name)
             if step.name not in self._sources:
-                remote, unchecked = remote_fingerprints(step.files, before.sources if before else {})
+                remote = remote_fingerprints(step.files, before.sources if before else {})
                 sources = step.sources | fingerprints(step.files) | remote
                 if not sources and before is not None and before.settings == step.config:
                     sources = before.sources  # the user's files are gone, and what was made from them is still good
-                self._sources[step.name] = sources, unchecked
-            sources, unchecked = self._sources[step.name]
+                self._sources[step.name] = sources
             inputs = {name: planned[name].request.key for name in step.inputs}
-            request = Request(step.name, step.version, step.config, inputs, sources)
+            request = Request(step.name, step.version, step.config, inputs, self._sources[step.name])
             forced = "forced" if step.name in self._force else ""
             forced = forced or next((f"forced by {name}" for name in step.inputs if planned[name].forced), "")
             reason = forced or self._reason(step, request, before)
-            planned[step.name] = PlannedStep(step, request, reason, unchecked)
+            planned[step.name] = PlannedStep(step, request, reason)
         return list(planned.values())
 
     def _reason(self, step: Step, request: Request, before: Request | None) -> str:
@@ -155,13 +154,9 @@ class PipelineRunner:
                 each.step.check(self.loaded)
 
     def run(self, listener: ProgressListener) -> dict[str, float]:
-        """Run what is not complete. The other processes of a run call `follow`.
+        """Run what is not complete, while the other processes of a run call `follow`. Returns the seconds of each step.
 
-        Returns:
-            The seconds that each step took which ran.
-
-        Raises:
-            UserError: also if another process is at the same run.
+        Raises UserError also if another process is at the same run.
         """
         Processes.current.broadcast(_SAME, self._common())
         try:
@@ -206,10 +201,7 @@ class PipelineRunner:
     # ---- the run ----
 
     def _run(self, listener: ProgressListener) -> dict[str, float]:
-        steps, remote, seconds = self.plan(), self._remote, dict[str, float]()
-        if all(planned.reason == _COMPLETE for planned in steps):
-            self._note(steps)
-            return {}
+        remote, seconds = self._remote, dict[str, float]()
         try:
             lock = self.store.lock(f"{self.loaded.recipe.name}.run").acquire()
         except Timeout:
@@ -217,7 +209,7 @@ class PipelineRunner:
             raise UserError("another process is at this run", where=str(self.folder), fix=fix) from None
         with lock:
             self.store.sweep()
-            steps = self.plan()  # again: another process may have been at some of them
+            steps = self.plan()
             for planned in reversed(steps):
                 if planned.forced:
                     self.store.discard(planned.request)
@@ -259,7 +251,7 @@ class PipelineRunner:
         with listener.running(planned) as progress:
             with located(self.loaded, step.name), contextlib.ExitStack() as together:
                 for url in filter(is_url, step.files) if planned.forced else ():
-                    from affinage.data.downloads import cached_path
+                    from affinage.data.files import cached_path
 
                     cached_path(url).unlink(missing_ok=True)
                 if self._remote is not None and step.has_progress:
@@ -305,38 +297,20 @@ class PipelineRunner:
 # ---- sweeps ----
 
 
-@dataclass(frozen=True)
-class Point:
-    """One choice of every setting of a sweep's grid."""
-
-    number: int  # from 1
-    settings: dict[str, Any]  # key of the recipe -> value
-    loaded: LoadedRecipe
-
-
-def points(recipe: str, overrides: Sequence[str]) -> list[Point]:
-    """The points of a recipe's `sweep`, the last setting varying fastest, each with its recipe.
-
-    Raises:
-        UserError: there is no grid, or a point of it is no recipe.
-    """
+def points(recipe: str, overrides: Sequence[str]) -> list[tuple[dict[str, Any], LoadedRecipe]]:
+    """The points of a recipe's `sweep`, the last setting varying fastest: the settings of each, and its recipe."""
     loaded = load_recipe(recipe, overrides)
-    grid = loaded.recipe.sweep
+    grid, made = loaded.recipe.sweep, []
     if not grid:
         fix = "Give settings and values: --set 'sweep={sft.steps: [100, 300], sft.schedule.peak_lr: [1e-3, 3e-4]}'"
         raise UserError("this recipe has no `sweep`", where=str(loaded.path), fix=fix)
-    made = []
     for number, values in enumerate(itertools.product(*grid.values()), 1):
         settings = dict(zip(grid, values))
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        words += [f"name={loaded.recipe.name}-{number:03}"]
         try:
-            point = load_recipe(recipe, [*overrides, *words])
+            point = load_recipe(recipe, [*overrides, *words, f"name={loaded.recipe.name}-{number:03}"])
         except UserError as error:
-            for key in grid:  # which was written in the grid
-                where, written = f"--set {key}", loaded.locate(("sweep", key))
-                error.where = written if error.where == where else error.where
-                error.what = error.what.replace(f"\n{where}: ", f"\n{written}: ")
+            error.where = loaded.locate(("sweep",))
             raise
-        made.append(Point(number, settings, replace(point, recipe=point.recipe.model_copy(update={"sweep": {}}))))
+        made.append((settings, replace(point, recipe=point.recipe.model_copy(update={"sweep": {}}))))
     return made

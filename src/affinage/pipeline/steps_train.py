@@ -2,7 +2,7 @@
 
 import bisect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.data.dataloader import DataLoader, ValidationRows
+from affinage.data.json_files import write_json
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
@@ -29,7 +30,7 @@ from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, located, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
-from affinage.pipeline.store import content_hash, write_json
+from affinage.pipeline.store import content_hash
 from affinage.planning.claims import repetition
 from affinage.planning.estimate import remat_for_devices
 from affinage.registry import plugin_sources
@@ -73,7 +74,7 @@ def train_step(context: StepContext) -> Summary:
         if (folder := initial_folder(context.loaded)) is not None:
             imported = read_json(folder / MODEL)["imported"]
             facts["release"] = imported.get("release", {})
-            if _before(inputs) is None and "from" in imported:
+            if not {"pretrain", "sft"} & inputs.keys() and "from" in imported:
                 facts["begun_with"] = imported["from"]
         write_json(context.folder / MODEL, facts)
     summary = train(job)
@@ -128,7 +129,7 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
         fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", saved=uploader.saved, **rules)
     initial: Callable[[Any], Any] | None = None  # random weights
-    if (before := _before(inputs)) is not None:
+    if (before := inputs.get("sft") or inputs.get("pretrain")) is not None:
         initial = partial(trained_params, before, base, getattr(settings, "from_step", None))
     elif (folder := initial_folder(context.loaded)) is not None:
         initial = initial_params(folder, base)
@@ -150,11 +151,6 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         measured=context.on_metrics,
         **fields,
     )
-
-
-def _before(inputs: Mapping[str, Path]) -> Path | None:
-    """The training that this one begins with; None if it is the first."""
-    return inputs.get("sft") or inputs.get("pretrain")
 
 
 def _graph_of(context: StepContext) -> Graph:
