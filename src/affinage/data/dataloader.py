@@ -24,6 +24,7 @@ T = TypeVar("T")
 REFERENCE = "reference_log_probabilities"  # of a batch of preferences: float32 [B, documents]
 SLOTS = 1024  # draws over which weights hold, rounded to a tenth of a percent; more slots where there are many weights
 ALL = "all"
+MANY_EPOCHS = 40  # passes over the same data after which a further one teaches nothing (Muennighoff et al., 2023)
 _MIXTURE = "pretrain.mixture"  # of the recipe
 
 
@@ -60,6 +61,13 @@ def make_batch(
     loss_mask: Float[np.ndarray, "B S"] = counted.astype(np.float32)
     fields = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
     return fields | {"rows": rows.astype(np.int32)}
+
+
+def repetition(epochs: float) -> str:
+    """Return the advice for a training that reads its data very many times over, "" for others."""
+    if epochs <= MANY_EPOCHS:
+        return ""
+    return f"reads its data {epochs:,.0f} times: it will learn it by heart; give it more text or fewer steps"
 
 
 # ---- mixtures ----

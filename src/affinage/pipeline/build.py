@@ -187,7 +187,6 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
             # How items are found in the text; otherwise the same settings have decided over the text itself.
             config["data"] = {"decontaminate": _part(decontaminate, "n_grams")}
         read = ["train-tokenizer", *(["synthesize"] if any(map(of_pocket_world, evaluate.tasks)) else [])]
-        read += ["split"] if evaluate.compressors and recipe.data is not None else []
         for training in trained:
             yield Step(
                 EVALUATIONS[training],

@@ -17,14 +17,13 @@ from affinage.data.json_files import write_json
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.evaluation.results import Search
-from affinage.generation.engine import generate
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel, generate
 from affinage.generation.sampling import SamplingParams
-from affinage.hub.export import export as write_hub_folder
 from affinage.hub.families import family_of
+from affinage.hub.folder import export as write_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import parse
-from affinage.pipeline.models import TRAININGS, Target, made_from, release_of
+from affinage.pipeline.models import TRAININGS, Target, license_of, made_from
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext, Summary, mesh_of
 from affinage.report.card import card_facts
@@ -54,7 +53,6 @@ def evaluate(context: StepContext, training: str) -> Summary:
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
-        texts=validation_texts(inputs.get("split")) if settings.compressors else None,
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
     )
@@ -86,9 +84,9 @@ def export(context: StepContext) -> Summary:
     assert settings is not None
     training = next(name for name in TRAININGS if name in inputs)
     model = _trained(context, training, context.recipe.name)
-    license, sampling = release_of(inputs[training], settings.license)
+    license = settings.license or license_of(inputs[training])
     facts = card_facts(collect_facts(context.run_folder, inputs), license)
-    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype, sampling=sampling)
+    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype)
     if settings.verify:
         context.progress("comparing with transformers")
         texts = [text for group in validation_texts(inputs.get("split"), _VERIFIED).values() for text in group]
