@@ -87,8 +87,12 @@ class JaxLM(TemplateLM):
         self.in_chat_template = True
         own = self.model.tokenizer.template is not None
         messages = guarded(chat_history, self.model.tokenizer, self.model.system_prompt if own else "")
-        opened = "" if add_generation_prompt else str(messages.pop()["content"]).strip()
-        return self._template.render(messages, add_generation_prompt=True) + opened
+        text, content = self._template.render(messages, add_generation_prompt=add_generation_prompt), ""
+        if not add_generation_prompt:
+            content = str(messages[-1]["content"]).strip()  # as some templates do, too
+            if content not in text:  # the template changes it
+                return self._template.render(messages[:-1], add_generation_prompt=True) + content
+        return text[: text.rfind(content) + len(content)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the ids of a text, after <s> unless `add_special_tokens` is False or the template has put it there."""
