@@ -140,7 +140,10 @@ class JaxLM(TemplateLM):
 
     def exceeds(self, arguments: Sequence[Any]) -> bool:
         """Return whether the texts of a request do not fit the context: they were cut, or scored in pieces."""
-        return len(self.tok_encode("".join(text for text in arguments if isinstance(text, str)))) > self.max_length + 1
+        room = self.max_length + 1
+        if isinstance(arguments[-1], dict):  # settings of a generation
+            room = self.max_length - self._params(arguments[-1]).max_new_tokens
+        return len(self.tok_encode("".join(text for text in arguments if isinstance(text, str)))) > room
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the text after every context, up to a stop string, <|im_end|>, </s> or the length of the task."""
