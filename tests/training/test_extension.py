@@ -14,7 +14,7 @@ from affinage.errors import UserError
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import Checkpointer
 from affinage.training.metrics import GoodputTimer
-from affinage.training.watchdog import PreemptionGuard, Watchdog
+from affinage.training.watchdog import Watchdog
 from curves import curve
 from token_rows import write_tokens
 
@@ -94,5 +94,5 @@ def test_what_an_extension_may_not_change_is_refused_by_name(
     steps, mixture = given.pop("steps"), given.pop("mixture")
     refused = job(tmp_path, rows, steps, FIRST, mixture, extends=(first, step), **given)
     with pytest.raises(UserError, match=named):
-        watchdog = Watchdog("train", tmp_path, refused.runtime, PreemptionGuard("train", grace=1))
+        watchdog = Watchdog("train", tmp_path, refused.runtime)
         Checkpointer(tiny.uncompiled(refused), GoodputTimer(), watchdog).restore()

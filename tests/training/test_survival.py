@@ -12,9 +12,10 @@ import runs
 import tiny
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.recipe import RuntimeSettings
 from affinage.errors import EXIT_PREEMPTED, Preempted
 from affinage.stopping import StopSignals
-from affinage.training.watchdog import PreemptionGuard
+from affinage.training.watchdog import Watchdog
 from curves import curve
 from waiting import until
 
@@ -86,9 +87,9 @@ import hashlib, os, pathlib
 from affinage.config.recipe import RuntimeSettings
 from affinage.errors import Preempted
 from affinage.stopping import StopSignals, leave
-from affinage.training.watchdog import PreemptionGuard, Watchdog
-stop = PreemptionGuard('run', grace=1)
-with StopSignals(), stop, Watchdog('run', pathlib.Path(), RuntimeSettings(), stop):
+from affinage.training.watchdog import Watchdog
+stop = Watchdog('run', pathlib.Path(), RuntimeSettings(preemption_grace=1))
+with StopSignals(), stop:
     try:
         print(os.getpid(), flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)  # native code for minutes, like a compiler
@@ -124,10 +125,10 @@ def test_native_code_that_does_not_end_is_left(
     assert ('File "<string>", line 11 in <module>' in said) == stacks
 
 
-def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow():
+def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow(tmp_path: Path):
     with StopSignals() as signals:
         signals.raise_pending()
-        with PreemptionGuard("run", grace=600.0):
+        with Watchdog("run", tmp_path, RuntimeSettings(preemption_grace=600.0)):
             signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Preempted):
             signals.raise_pending()

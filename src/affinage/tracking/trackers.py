@@ -55,7 +55,7 @@ class Tracker(Protocol):
 _TRACKERS: Registry[Callable[..., Tracker]] = Registry("tracker")
 # Decorator of a class with the methods of `Tracker`; its options in a recipe are its keyword arguments.
 tracker = _TRACKERS.register
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[], Tracker]]:
@@ -64,23 +64,21 @@ def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable
     Raises:
         UserError: for a tracker that is unknown, not installed, or has no such option.
     """
-    makers: dict[str, Callable[[], Tracker]] = {}
     for name, options in trackers.items():
-        where, maker = f"runtime.trackers.{name}", _TRACKERS.get(name)
-        if maker is None:
+        where = f"runtime.trackers.{name}"
+        if name not in _TRACKERS:
             fix = did_you_mean(name, _TRACKERS) or "Name the file that registers it in `plugins`."
             raise UserError(f"there is no tracker `{name}`", where=where, fix=fix)
         if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
             what, fix = f"it needs the package `{_PACKAGES[name]}`", f"Install it: pip install 'affinage[{name}]'"
             raise UserError(what, where=where, fix=fix)
-        signature = inspect.signature(maker)
+        signature = inspect.signature(_TRACKERS[name])
         try:
             signature.bind(**options)
         except TypeError as error:
             fix = f"Its options: {', '.join(signature.parameters) or 'none'}."
             raise UserError(f"the tracker {name} {error}", where=where, fix=fix) from None
-        makers[name] = partial(maker, **options)
-    return makers
+    return {name: partial(_TRACKERS[name], **options) for name, options in trackers.items()}
 
 
 class Trackers:
@@ -148,17 +146,16 @@ class Trackers:
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl as trackers show them: train/loss, validation/NAME/loss."""
     named = {name if isinstance(value, Mapping) else f"train/{name}": value for name, value in row.items()}
-    del named["train/step"]
-    return {name: float(value) for name, value in flat(named) if isinstance(value, int | float)}
+    numbers = {name: value for name, value in flat(named).items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in numbers.items() if name != "train/step"}
 
 
-def flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all values inside of nested mappings, each by its keys, separated by slashes."""
+def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return all values inside of nested mappings, each by its keys, separated by slashes."""
+    leaves: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{path}{name}/")
-        else:
-            yield f"{path}{name}", value
+        leaves |= flat(value, f"{path}{name}/") if isinstance(value, Mapping) else {f"{path}{name}": value}
+    return leaves
 
 
 # ---- the trackers that come with affinage; each imports its library in `start` ----
@@ -214,29 +211,6 @@ class _WeightsAndBiases:
         self._run.finish(exit_code=0 if ending == "finished" else 1)
 
 
-@tracker("trackio")
-class _Trackio:
-    """Trackio's database on this machine. The id is the run's name."""
-
-    def __init__(self, project: str = "") -> None:
-        self._project = project
-
-    def start(self, run: TrackedRun) -> str:
-        os.environ["TRACKIO_DIR"] = str(run.runs / "trackio")
-        import trackio
-
-        name, project = run.id or f"{run.name}-{uuid4().hex[:8]}", self._project or run.recipe
-        quiet: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        self._run = trackio.init(project=project, name=name, config=dict(run.facts), resume="allow", **quiet)
-        return name
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self, ending: Ending) -> None:
-        self._run.finish()
-
-
 @tracker("mlflow")
 class _Mlflow:
     """An MLflow run on a server, or in a database on this machine."""
@@ -253,7 +227,7 @@ class _Mlflow:
         mlflow.set_experiment(self._experiment or run.recipe)
         info = mlflow.start_run(run_id=run.id or None, run_name=run.name).info
         if not run.id:
-            mlflow.log_params({name: str(value)[:500] for name, value in flat(run.facts)})
+            mlflow.log_params({name: str(value)[:500] for name, value in flat(run.facts).items()})
         return str(info.run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

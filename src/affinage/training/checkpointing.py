@@ -18,7 +18,7 @@ from affinage.results import versions
 from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer
 from affinage.training.state import FROZEN, TrainState, kept_frozen
 from affinage.training.trainer import Trainer
-from affinage.training.watchdog import PreemptionGuard, Watchdog
+from affinage.training.watchdog import Watchdog
 
 _BY_CLOCK = 10  # steps: several processes must agree on what the clock says, which costs a message
 _TO_UPLOAD = 24 * 3600.0  # seconds; a copy that fails ends by itself
@@ -120,13 +120,13 @@ class Checkpointer:
             self._store.wait()
             Processes.current.barrier("the last save", seconds=IO_TIMEOUT)
 
-    def finish_upload(self, preemption: PreemptionGuard, console: ConsoleWriter) -> None:
+    def finish_upload(self, console: ConsoleWriter) -> None:
         """Wait until the last save is copied, and print what became of it. The first process copies for all."""
         if self._job.uploader is None:
             return
         self._watchdog.beat("the copy of the last save", at_most=_TO_UPLOAD)
         line = "the last save is copied"
-        if self._uploader is not None and (missing := self._uploader.settle(preemption.seconds_left)):
+        if self._uploader is not None and (missing := self._uploader.settle(self._watchdog.seconds_left)):
             line = f"NOT everything was copied to {self._uploader.url}: {missing}"
         console.say(str(Processes.current.broadcast("the copy of the last save", line, seconds=None)))
 

@@ -12,7 +12,7 @@ from affinage.training.job import ValidationSet
 from affinage.training.metrics import METRICS, GoodputTimer, MetricLogger
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
-from affinage.training.watchdog import PreemptionGuard, Watchdog
+from affinage.training.watchdog import Watchdog
 
 _IN_FLIGHT = 2  # batches, so that the devices never wait for the host
 _BENCHMARKS = 3600.0  # seconds until they ask whether to stop: a compilation, or a long answer
@@ -21,11 +21,8 @@ _BENCHMARKS = 3600.0  # seconds until they ask whether to stop: a compilation, o
 class Evaluator:
     """Evaluates the state as often as the job requires. A preemption interrupts it; then it is repeated."""
 
-    def __init__(
-        self, trainer: Trainer, preemption: PreemptionGuard, watchdog: Watchdog, goodput: GoodputTimer
-    ) -> None:
-        self._job, self._trainer = trainer.job, trainer
-        self._preemption, self._watchdog, self._goodput = preemption, watchdog, goodput
+    def __init__(self, trainer: Trainer, watchdog: Watchdog, goodput: GoodputTimer) -> None:
+        self._job, self._trainer, self._watchdog, self._goodput = trainer.job, trainer, watchdog, goodput
         sets = self._job.validation
         self._step: Any = trainer.compile_validation(next(iter(next(iter(sets.values()))))) if sets else None
 
@@ -53,7 +50,7 @@ class Evaluator:
             if "evaluation" in written:
                 evaluation = None
             validates = "validation" not in written and step > 0 and (bool(why) or self._validates(step))
-            if self._preemption.reached() or not (validates or evaluation is not None):
+            if self._watchdog.reached() or not (validates or evaluation is not None):
                 return why
             validation = self.validate(state)
             if validation and "validation" not in written:
@@ -75,7 +72,7 @@ class Evaluator:
             sums: list[Any] = []
             for batch in rows:
                 self._watchdog.beat("a batch of the validation")
-                if self._preemption.reached():
+                if self._watchdog.reached():
                     return None
                 sums.append(self._step(weights, self._trainer.put(batch)))
                 jax.block_until_ready(sums[: len(sums) - in_flight][-1:])
@@ -92,7 +89,7 @@ class Evaluator:
     def _stops(self) -> bool:
         """What benchmarks call between their batches, which is a sign of progress."""
         self._watchdog.beat("a batch of the benchmarks", at_most=_BENCHMARKS)
-        return self._preemption.reached()
+        return self._watchdog.reached()
 
     def _validates(self, step: int) -> bool:
         return step % self._job.settings.eval_every == 0 or step == self._job.settings.steps
