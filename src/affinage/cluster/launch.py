@@ -7,7 +7,6 @@ A `WorkerGroup` has one process for each worker, on this machine (`start_local`)
 import contextlib
 import os
 import queue
-import re
 import signal
 import socket
 import subprocess
@@ -33,8 +32,6 @@ _PAUSE = 10.0  # seconds
 _DEAD_WITHIN = 10.0  # seconds for the kernel to take a killed process away
 _LOOK_EVERY = 0.05  # seconds
 _THREADS = "16"  # of XLA's pool: with fewer, the collectives of several CPU devices of a process wait for each other
-# Gloo prints these to standard output, and its threads write into each other's lines.
-_NOISE = re.compile(rb"\[Gloo\]|is connected to \d+ peer ranks|Expected number of connected peer ranks")
 
 
 @dataclass(frozen=True)
@@ -126,8 +123,7 @@ class WorkerProcess:
 
     def _read(self) -> None:
         for line in self._process.stdout or ():
-            if not _NOISE.search(line):
-                self._lines.put(line.decode(errors="replace").rstrip())
+            self._lines.put(line.decode(errors="replace").rstrip())
 
     def news(self) -> tuple[list[str], int | None]:
         """See `Worker`."""
@@ -213,27 +209,23 @@ def supervise(
     """
     allowed = {"preemptions": max_preemptions, "failures": max_failures}
     used, received = dict.fromkeys(allowed, 0), list[signal.Signals]()
-    group, starting = None, False
+    group: WorkerGroup | None = None
+    starts = 0
 
     def receive(number: int, frame: FrameType | None) -> None:
-        nonlocal starting
         received.append(signal.Signals(number))
-        if starting:  # which may wait for machines
-            starting = False
+        if group is None:  # its start may wait for machines
             raise Preempted(f"{received[-1].name} before all workers had started")
 
     with handled_by(receive):
         while True:
-            began = time.monotonic()
+            began, group, starts = time.monotonic(), None, starts + 1
             try:
-                starting = True
                 group = start(command)
-                starting = False
                 decisive = _watch(group, received, grace)
                 reason, status = str(decisive), decisive.status
             except Exception as error:
-                starting = False
-                if group is None:
+                if group is None and starts == 1:
                     raise
                 reason, status = masked(f"{type(error).__name__}: {first_line(error)}"), 1
             if received:

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import inspect
 import json
-import os
 import queue
 import threading
 import time
@@ -55,7 +54,7 @@ class Tracker(Protocol):
 _TRACKERS: Registry[Callable[..., Tracker]] = Registry("tracker")
 # Decorator of a class with the methods of `Tracker`; its options in a recipe are its keyword arguments.
 tracker = _TRACKERS.register
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[], Tracker]]:
@@ -145,17 +144,18 @@ class Trackers:
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl as trackers show them: train/loss, validation/NAME/loss."""
-    named = {name if isinstance(value, Mapping) else f"train/{name}": value for name, value in row.items()}
-    numbers = {name: value for name, value in flat(named).items() if isinstance(value, int | float)}
-    return {name: float(value) for name, value in numbers.items() if name != "train/step"}
+    numbers: dict[str, float] = {}
 
+    def add(path: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                add(f"{path}{name}/", value)
+            elif isinstance(value, int | float):
+                numbers[f"{path}{name}" if path else f"train/{name}"] = float(value)
 
-def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return all values inside of nested mappings, each by its keys, separated by slashes."""
-    leaves: dict[str, Any] = {}
-    for name, value in values.items():
-        leaves |= flat(value, f"{path}{name}/") if isinstance(value, Mapping) else {f"{path}{name}": value}
-    return leaves
+    add("", row)
+    del numbers["train/step"]
+    return numbers
 
 
 # ---- the trackers that come with affinage; each imports its library in `start` ----
@@ -209,29 +209,3 @@ class _WeightsAndBiases:
 
     def finish(self, ending: Ending) -> None:
         self._run.finish(exit_code=0 if ending == "finished" else 1)
-
-
-@tracker("mlflow")
-class _Mlflow:
-    """An MLflow run on a server, or in a database on this machine."""
-
-    def __init__(self, uri: str = "", experiment: str = "") -> None:
-        self._uri, self._experiment = uri, experiment
-
-    def start(self, run: TrackedRun) -> str:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its seven take four minutes
-        import mlflow
-
-        self._mlflow: Any = mlflow
-        mlflow.set_tracking_uri(self._uri or f"sqlite:///{run.runs / 'mlflow.db'}")
-        mlflow.set_experiment(self._experiment or run.recipe)
-        info = mlflow.start_run(run_id=run.id or None, run_name=run.name).info
-        if not run.id:
-            mlflow.log_params({name: str(value)[:500] for name, value in flat(run.facts).items()})
-        return str(info.run_id)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
-
-    def finish(self, ending: Ending) -> None:
-        self._mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending])
