@@ -25,8 +25,8 @@ def test_two_processes_save_when_one_is_preempted_start_again_and_end_with_the_b
     warm_python: list[str], alone: Path, tmp_path: Path
 ):
     launcher = Training(warm_python, tmp_path / "run", STEPS, hurts=[(1, 2, int(signal.SIGTERM))])
-    assert launcher.run(preemptions=1) == 0, "\n".join(launcher.said)
-    assert any(line.endswith("was preempted, or hung; all start again (1 of 1 preemptions)") for line in launcher.said)
+    assert launcher.run() == 0, "\n".join(launcher.said)
+    assert any(line.endswith("was preempted, or hung; all start again (0 of 0 failures)") for line in launcher.said)
     made = launcher.made(0, 0)
     assert launcher.made(0, 1) == made and len(made) < STEPS
     assert launcher.made(1, 0) == launcher.made(1, 1) == list(range(made[-1] + 1, STEPS + 1))
@@ -52,7 +52,7 @@ def test_a_process_that_is_stopped_or_hangs_is_missed_and_the_run_continues(
     runtime = {"heartbeat_timeout": 10, "hang_timeout": 20}
     hurts = [(process, 6, int(number))]
     launcher = Training(warm_python, tmp_path / "run", STEPS, hurts=hurts, runtime=runtime)
-    assert launcher.run(failures=1, preemptions=1) == 0, "\n".join(launcher.said)
+    assert launcher.run(failures=1) == 0, "\n".join(launcher.said)
     assert launcher.starts == 2 and ended_alike(launcher.folder, alone, STEPS)
     if not number:
         assert "step 6 has not ended" in (launcher.folder / "hang-1.txt").read_text()

@@ -58,9 +58,9 @@ class Training:
         words = [*self._python, "-m", "training_process", job]
         return start_processes(words, environment, self.workers, self.said.append)
 
-    def run(self, preemptions: int = 0, failures: int = 0) -> int:
+    def run(self, failures: int = 0) -> int:
         """The exit status of `affinage launch`."""
-        return supervise(self.start, [], max_preemptions=preemptions, max_failures=failures, say=self.said.append)
+        return supervise(self.start, [], max_failures=failures, say=self.said.append)
 
     def made(self, start: int, process: int) -> list[int]:
         """The steps that a process made in a start."""

@@ -64,8 +64,8 @@ def test_a_line_has_the_speed_and_the_time_left():
 
 
 def test_a_short_training_has_lines_between_its_first_and_its_last(capsys: pytest.CaptureFixture[str]):
-    with ConsoleWriter("pretrain", 120, 0) as display:
-        for step in (1, *range(10, 121, 10)):
-            display.training({**ROW, "step": step, "tokens": 64 * step, "tokens_per_second": 32.0})
+    display = ConsoleWriter("pretrain", 120, 0)
+    for step in (1, *range(10, 121, 10)):
+        display.training({**ROW, "step": step, "tokens": 64 * step, "tokens_per_second": 32.0})
     steps = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
     assert steps == ["1/120", "30/120", "60/120", "90/120", "120/120"]

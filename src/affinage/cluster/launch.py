@@ -126,18 +126,15 @@ class WorkerProcess:
             self._lines.put(line.decode(errors="replace").rstrip())
 
     def news(self) -> tuple[list[str], int | None]:
-        """See `Worker`."""
         status = self._process.poll()
         if status is not None:
             self._thread.join(1.0)  # what it started may hold its output open, and is not waited for
         return [self._lines.get() for _ in range(self._lines.qsize())], status
 
     def send(self, number: signal.Signals) -> None:
-        """See `Worker`."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """See `Worker`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -189,7 +186,6 @@ def supervise(
     start: Callable[[Sequence[str]], WorkerGroup],
     command: Sequence[str],
     *,
-    max_preemptions: int = 1000,
     max_failures: int = 10,
     reset_after: float = 3600.0,
     grace: float = 35.0,
@@ -197,9 +193,9 @@ def supervise(
 ) -> int:
     """Run a command of `affinage`, e.g. ["run", "recipe.yaml"], in all workers until it is done; `start` starts them.
 
-    When one is lost all start again: `max_preemptions` times after one was preempted, saved, and left with status 75;
-    `max_failures` times after one was killed or failed, or could not be started. Both are counted from zero after a
-    start that lasted `reset_after` seconds. An error of the first start is raised.
+    When one is lost all start again: always after one was preempted, saved, and left with status 75; `max_failures`
+    times after one was killed or failed, or could not be started, counted from zero after a start that lasted
+    `reset_after` seconds. An error of the first start is raised.
 
     SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have `grace` seconds to save in, and nothing is
     started again. Nothing that was started runs afterwards.
@@ -207,10 +203,9 @@ def supervise(
     Returns:
         The exit status for this process: 0 done, 2 a mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
     """
-    allowed = {"preemptions": max_preemptions, "failures": max_failures}
-    used, received = dict.fromkeys(allowed, 0), list[signal.Signals]()
+    received = list[signal.Signals]()
     group: WorkerGroup | None = None
-    starts = 0
+    starts = failures = 0
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
@@ -234,13 +229,12 @@ def supervise(
                 return status
             lasted = time.monotonic() - began
             if lasted >= reset_after:
-                used = dict.fromkeys(used, 0)
-            kind = "preemptions" if status == EXIT_PREEMPTED else "failures"
-            used[kind] += 1
-            if used[kind] > allowed[kind]:
-                say(f"launch: {reason}; given up after {allowed[kind]} {kind}")
-                return EXIT_PREEMPTED if status == EXIT_PREEMPTED else 1
-            say(f"launch: {reason}; all start again ({used[kind]} of {allowed[kind]} {kind})")
+                failures = 0
+            failures += status != EXIT_PREEMPTED
+            if failures > max_failures:
+                say(f"launch: {reason}; given up after {max_failures} failures")
+                return 1
+            say(f"launch: {reason}; all start again ({failures} of {max_failures} failures)")
             until = time.monotonic() + (_PAUSE if lasted < _QUICK and status >= 0 else 0.0)
             while time.monotonic() < until and not received:
                 time.sleep(_LOOK_EVERY)

@@ -116,7 +116,6 @@ class RayWorker:
         self._ray, self._answer = ray, None  # to the last question for news
 
     def news(self) -> tuple[list[str], int | None]:
-        """See `Worker`."""
         self._answer = self._answer or self.actor.news.remote()
         if not self._ray.wait([self._answer], timeout=0)[0]:
             return [], None
@@ -128,11 +127,9 @@ class RayWorker:
         return lines, status
 
     def send(self, number: signal.Signals) -> None:
-        """See `Worker`."""
         self.actor.send.remote(number)
 
     def kill(self) -> None:
-        """See `Worker`."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.get(self.actor.kill.remote(), timeout=_TO_KILL)
         self._ray.kill(self.actor)

@@ -8,10 +8,9 @@ import jax
 
 from affinage.cluster.processes import Processes
 from affinage.results import read_json_lines
-from affinage.training.job import ValidationSet
 from affinage.training.metrics import METRICS, GoodputTimer, MetricLogger
 from affinage.training.state import TrainState
-from affinage.training.trainer import Trainer
+from affinage.training.trainer import Trainer, ValidationSet
 from affinage.training.watchdog import Watchdog
 
 _IN_FLIGHT = 2  # batches, so that the devices never wait for the host

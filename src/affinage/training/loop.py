@@ -12,9 +12,8 @@ from affinage.parallel import make_mesh
 from affinage.training.checkpointing import Checkpointer
 from affinage.training.evaluator import Evaluator
 from affinage.training.health import HealthMonitor, TrainingDiverged, explain
-from affinage.training.job import TrainJob
 from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer, MetricLogger, Profiler, write_summary
-from affinage.training.trainer import Trainer
+from affinage.training.trainer import Trainer, TrainJob
 from affinage.training.watchdog import Watchdog
 
 _HOUR = 3600.0  # seconds that a compilation may take, and that one process may take longer than another
@@ -55,14 +54,15 @@ def train(job: TrainJob) -> dict[str, Any]:
         goodput.resume(meta)
 
         # ---- who learns of steps ----
-        console = stack.enter_context(ConsoleWriter(job.name, steps, start, shown=processes.first))
+        console = ConsoleWriter(job.name, steps, start, shown=processes.first)
         for part in (job.uploader, job.monitor):
             if part is not None:
                 part.say = console.say
         logger = stack.enter_context(MetricLogger(trainer, goodput, start, console))
         own_folder = job.folder if processes.first else None
         monitor = HealthMonitor(job.settings.health, own_folder, start, meta.get("health", {}), console.say)
-        profiler = stack.enter_context(contextlib.closing(Profiler(job.runtime.profiled, job.folder)))
+        profiler = Profiler(job.runtime.profiled, job.folder)
+        stack.callback(profiler.end)
         if start:
             console.say(f"resuming from checkpoint {start:,}")
         why_ended = evaluator(start, state, logger, resumed=True)
@@ -86,7 +86,7 @@ def train(job: TrainJob) -> dict[str, Any]:
             data_time = time.perf_counter() - waits_since
             with profiler.step(step):
                 state, metrics = train_step(state, trainer.put(host_batch, trainer.rows))
-            profiler.dispatched(step, metrics)
+            profiler.end(step, metrics)
             unhealthy = logger.log(step, metrics, data_time)
             for hook in job.on_step:
                 hook(step, state)

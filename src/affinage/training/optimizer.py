@@ -9,7 +9,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 from pydantic import Field
-from typing_extensions import override
 
 from affinage.config.settings import Settings
 from affinage.config.training import OptimizerSettings, ScheduleSettings, TrainSettings
@@ -35,7 +34,6 @@ optimizer = OPTIMIZERS.register  # decorator of an Optimizer, with the name that
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
-    @override
     def direction(self, settings: OptimizerSettings) -> optax.GradientTransformation:
         return optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
 
@@ -135,7 +133,6 @@ schedule = SCHEDULES.register  # decorator of a Shape, with the name that recipe
 class Constant(Shape):
     """The peak for good."""
 
-    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         return optax.constant_schedule(settings.peak_lr)
 
@@ -144,7 +141,6 @@ class Constant(Shape):
 class Cosine(Shape):
     """A cosine down to the floor (SGDR without restarts, Loshchilov and Hutter, 2017)."""
 
-    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         return optax.cosine_decay_schedule(settings.peak_lr, steps, alpha=settings.min_lr / settings.peak_lr)
 
@@ -153,7 +149,6 @@ class Cosine(Shape):
 class Linear(Shape):
     """A straight line down to the floor."""
 
-    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         return optax.linear_schedule(settings.peak_lr, settings.min_lr, steps)
 
@@ -168,7 +163,6 @@ class WarmupStableDecay(Shape):
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
     """Of the steps after the warm-up."""
 
-    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         decay = max(round(steps * self.decay_ratio), 1)
 
