@@ -101,19 +101,6 @@ def check_compatible(
     return changes
 
 
-def arrays(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """{tree: {arrays, numbers, bytes, dtypes}} of a step, by its metadata alone."""
-    trees: dict[str, dict[str, Any]] = {}
-    for path, (dtype, shape, _) in metadata.checksums.items():
-        tree = trees.setdefault(path.partition(".")[0], {"arrays": 0, "numbers": 0, "bytes": 0, "dtypes": []})
-        size = int(np.prod(shape, dtype=np.int64))
-        tree["arrays"] += 1
-        tree["numbers"] += size
-        tree["bytes"] += size * jnp.dtype(dtype).itemsize
-        tree["dtypes"] = sorted({*tree["dtypes"], dtype})
-    return trees
-
-
 def compare(one: Metadata, other: Metadata) -> dict[str, Any]:
     """The facts that differ between two checkpoints, and the arrays that do, by their checksums.
 
