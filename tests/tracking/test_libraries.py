@@ -10,7 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
-from affinage.tracking import TrackedRun, trackers, trackers_of
+from affinage import tracking
+from affinage.tracking import TrackedRun, trackers_of
 from affinage.training import train
 
 pytestmark = pytest.mark.full
@@ -26,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     of["trackers"] = trackers_of({name: {} for name in names})
     of["tracked"] = TrackedRun("tiny/sft", "tiny", folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trackers, "TO_CLOSE", 500.0)
+        patch.setattr(tracking, "TO_CLOSE", 500.0)
         with pytest.raises(RuntimeError):
             train(tiny.job(folder / "stage", 10, tiny.fails_at(8), **of))
         train(tiny.job(folder / "stage", 10, **of))

@@ -54,12 +54,7 @@ class Metadata:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the metadata of the step in a folder.
-
-    Raises:
-        CorruptedError: they are not what was saved, or of another step than the folder is named after.
-        OSError: they cannot be read.
-    """
+    """Read the metadata of the step in a folder; CorruptedError if they are not what was saved, or of another step."""
     try:
         saved = json.loads((folder / METADATA).read_bytes())["custom_metadata"]["affinage"]
         digest, metadata = saved.pop("hash"), Metadata(**saved)
@@ -102,11 +97,7 @@ def check_compatible(
 
 
 def compare(one: Metadata, other: Metadata) -> dict[str, Any]:
-    """The facts that differ between two checkpoints, and the arrays that do, by their checksums.
-
-    Returns:
-        {facts: [{name, saved, now}], arrays: {same, different: [{name, shape}], only: [names]}}.
-    """
+    """What differs: {facts: [{name, saved, now}], arrays: {same, different: [{name, shape}], only: [names]}}."""
     facts = [{key: value for key, value in each.facts.items() if key not in _OF_THE_CLOCK} for each in (one, other)]
     changed = [{"name": name, "saved": saved, "now": now} for name, (saved, now) in sorted(differing(facts))]
     left, right = one.checksums, other.checksums

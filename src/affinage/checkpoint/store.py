@@ -101,11 +101,8 @@ class CheckpointStore:
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
         """Start saving trees of `jax.Array`, by name, and JSON-able facts.
 
-        The arrays may be donated or changed as soon as this returns. Waits for the save before, if it still runs. A
-        step that is already complete stays as it is.
-
-        Raises:
-            OSError: see `wait`.
+        The arrays may be donated or changed as soon as this returns. Waits for the save before, see `wait`. A step that
+        is already complete stays as it is.
         """
         self.wait()
         processes = Processes.at_work()
@@ -126,10 +123,8 @@ class CheckpointStore:
     def wait(self, timeout: float | None = None) -> None:
         """Block until the save in progress is committed, and the steps that no rule keeps are removed.
 
-        With `timeout` 0, which is called after every step, this does not block.
-
-        Raises:
-            OSError: the disk did not take it; the steps before are intact.
+        With `timeout` 0, which is called after every step, this does not block. Raises OSError if the disk did not take
+        it; the steps before are intact.
         """
         if self._running is None:
             return
@@ -175,11 +170,7 @@ class CheckpointStore:
             raise self._refused(step, error) from error
 
     def restore_params(self, step: int | None, abstract: PyTree, tree: str = "params") -> PyTree:
-        """Only the parameters of a step, or another of its trees; of the newest if `step` is None.
-
-        A corrupted newest step is an error here: whoever uses or publishes a model must not get an older one unnoticed.
-        Raises UserError also if there is no checkpoint.
-        """
+        """Only the parameters of a step, or another of its trees; of the newest if `step` is None, corrupted or not."""
         if step is None:
             steps = Processes.at_work().broadcast("checkpoints", self.steps(), seconds=IO_TIMEOUT)
             if not steps:

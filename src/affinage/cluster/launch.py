@@ -1,8 +1,4 @@
-"""Starting the processes of a run, ending them together, and starting them again.
-
-A `WorkerGroup` has one process for each worker, on this machine (`start_local`) or on the machines of a Ray cluster
-(`affinage.cluster.ray_launch`). `supervise` starts it and watches over it.
-"""
+"""Starting the processes of a run on this machine; wherever they are, ending them together and starting them again."""
 
 import contextlib
 import os

@@ -1,8 +1,7 @@
 """The processes of a run: which of them this one is, how they find each other, and what they agree on.
 
-A process has its own devices; on a pod of TPUs there is one on each machine. All of them run the same code in the same
-order. What they must agree on goes through the key-value store of JAX's coordination service. When a process dies or
-stops answering, the heartbeats of that service end all others; `affinage launch` starts them again.
+All of them run the same code in the same order, and agree through the key-value store of JAX's coordination service,
+whose heartbeats end all of them when one dies or stops answering.
 """
 
 import collections
@@ -142,11 +141,8 @@ _joined: Placement | None = None
 def placement() -> Placement | None:
     """Return the place that the environment gives this process; None if it is alone.
 
-    AFFINAGE_COORDINATOR, AFFINAGE_NUM_PROCESSES and AFFINAGE_PROCESS_ID give it, or AFFINAGE_COORDINATOR=auto leaves it
-    to JAX, which knows Slurm, Open MPI, Kubernetes and pods of TPUs.
-
-    Raises:
-        UserError: for variables that are missing or contradict each other.
+    AFFINAGE_COORDINATOR=auto leaves it to JAX, which knows Slurm, Open MPI, Kubernetes and pods of TPUs. UserError:
+    variables are missing, or contradict each other.
     """
     coordinator, count, index = (os.environ.get(name, "") for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID))
     if coordinator in ("", DETECT):

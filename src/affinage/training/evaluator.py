@@ -1,7 +1,6 @@
 """Scores of a model while it is trained: its loss on held-out text, benchmarks, and whether they end the training."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from affinage.cluster.processes import Processes
 from affinage.results import read_json_lines
 from affinage.training.metrics import METRICS, GoodputTimer, MetricLogger
 from affinage.training.state import TrainState
-from affinage.training.trainer import Trainer, ValidationSet
+from affinage.training.trainer import Trainer
 from affinage.training.watchdog import Watchdog
 
 _IN_FLIGHT = 2  # batches, so that the devices never wait for the host
@@ -46,17 +45,12 @@ class Evaluator:
             if monitor is not None and monitor.due(step):
                 evaluation, why = monitor.look(step, state, self._stops)
             logger.restart_clock()
-            if "evaluation" in written:
-                evaluation = None
-            validates = "validation" not in written and step > 0 and (bool(why) or self._validates(step))
-            if self._watchdog.reached() or not (validates or evaluation is not None):
-                return why
-            validation = self.validate(state)
-            if validation and "validation" not in written:
-                logger.write(step, validation=validation)
-            if evaluation is not None and validation is not None:
-                bits = bits_by_language(validation, self._job.validation)
-                logger.write(step, evaluation=evaluation | {"bits_per_byte": bits})
+            if evaluation is not None and "evaluation" not in written:
+                logger.write(step, evaluation=evaluation)
+            if "validation" not in written and step > 0 and (why or self._validates(step)):
+                validation = self.validate(state)
+                if validation:
+                    logger.write(step, validation=validation)
         return why
 
     def validate(self, state: TrainState) -> dict[str, dict[str, float]] | None:
@@ -92,17 +86,6 @@ class Evaluator:
 
     def _validates(self, step: int) -> bool:
         return step % self._job.settings.eval_every == 0 or step == self._job.settings.steps
-
-
-def bits_by_language(scores: Mapping[str, Mapping[str, float]], sets: Mapping[str, ValidationSet]) -> dict[str, float]:
-    """Bits per UTF-8 byte of all validation text of a language, over its sources; sets are called `source.language`."""
-    totals: dict[str, list[float]] = {}
-    for name, score in scores.items():
-        if "bits_per_byte" in score and "." in name:
-            total = totals.setdefault(name.rpartition(".")[2], [0.0, 0.0])
-            total[0] += score["bits_per_byte"] * sets[name].bytes
-            total[1] += sets[name].bytes
-    return {language: bits / size for language, (bits, size) in totals.items()}
 
 
 def _total_and_mean(sums: list[tuple[Any, Any]]) -> tuple[float, float]:

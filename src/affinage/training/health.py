@@ -60,11 +60,7 @@ class HealthMonitor:
         return {name: getattr(self, name) for name in ("skipped", "rollbacks", "data_offset")}
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Decide about a step whose update was skipped, or whose loss is a spike.
-
-        Raises:
-            TrainingDiverged: too many updates were skipped.
-        """
+        """Decide about a step whose update was skipped, or whose loss is a spike. May raise TrainingDiverged."""
         if self.rollback_from is not None:
             return
         # A loss that stands out is often one whose gradient overflows: that is no mere spike.

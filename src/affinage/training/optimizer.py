@@ -42,14 +42,8 @@ def make_optimizer(settings: OptimizerSettings, decayed: PyTree) -> optax.Gradie
     """Clipped gradient of the mean loss -> direction; the weights then move by minus the learning rate times it.
 
     The learning rate stays outside, because it follows the step of the run and not the number of updates that were
-    applied. Moments and decay are computed in float32, whatever dtype weights and moments are stored in.
-
-    Args:
-        settings: the optimizer and what all optimizers share.
-        decayed: a tree like the parameters, True where weight decay applies; see `affinage.model.decayed`.
-
-    Raises:
-        UserError: an unknown optimizer, or an unknown setting of it.
+    applied. Moments and decay are computed in float32, whatever dtype weights and moments are stored in. `decayed` is a
+    tree like the parameters, True where weight decay applies. UserError: there is no such optimizer or setting of it.
     """
     chosen = build(OPTIMIZERS, settings.name, settings.settings)
     return optax.chain(
@@ -176,10 +170,7 @@ def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
     """The learning rate of the update that is number `step`, counted from 0.
 
     Linear from peak / w at step 0 up to the peak at step w - 1 of a warm-up of w steps, then the schedule
-    `settings.name`.
-
-    Raises:
-        UserError: an unknown schedule, or an unknown setting of it.
+    `settings.name`. Raises UserError for an unknown schedule or setting of it.
     """
     warmup_steps = settings.warmup(steps)
     shape = build(SCHEDULES, settings.name, settings.settings)

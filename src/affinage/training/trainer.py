@@ -69,7 +69,7 @@ class ValidationSet(Protocol):
 
 
 class Monitor(Protocol):
-    """Scores a model while it is trained, and decides whether the training goes on."""
+    """Scores a model while it is trained, whose state it must not keep, and decides whether the training goes on."""
 
     say: Callable[[str], None]  # shows people a line; the training sets it
 
@@ -79,8 +79,7 @@ class Monitor(Protocol):
     def look(self, step: int, state: TrainState, stop: Callable[[], bool]) -> tuple[dict[str, Any] | None, str]:
         """JSON-able scores of the state, None without any; and why the training should end here, "" if it should not.
 
-        Must not keep the state. `stop` is called now and then; when it returns true the look is given up, with
-        (None, ""): it is made again, with the same scores, once the training resumes.
+        `stop` is called now and then; once it is true the look is given up, with (None, ""), and made again later.
         """
 
 

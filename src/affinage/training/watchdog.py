@@ -29,21 +29,15 @@ _points = itertools.count(1)  # moments at which a training could stop; the same
 class Watchdog:
     """While entered, heeds signals to stop, and has a thread beside the loop that expects `beat` before a limit.
 
-    SIGTERM, SIGHUP and SIGINT set `signal_name`: the loop saves between two steps and ends. With several processes one
-    signal to one of them is enough: JAX has all of them stop between the same two steps. Inside of
-    `affinage.stopping.StopSignals` the process is left with status 75
-
-    - at once, as long as there is nothing to save: in the start, the compilation, the restore;
-    - `preemption_grace` seconds after SIGTERM or SIGHUP if the save has not ended by then, with all stacks on standard
-      error;
-
-    and with status 130 by a second SIGINT; after the first one the save has no limit. In other processes, such as a
+    SIGTERM, SIGHUP and SIGINT set `signal_name`: the loop saves between two steps and ends. Inside of
+    `affinage.stopping.StopSignals` the process is left with status 75, at once while there is nothing to save, or
+    `preemption_grace` seconds after SIGTERM or SIGHUP; and with 130 by a second SIGINT. In other processes, such as a
     notebook, a second SIGINT raises KeyboardInterrupt.
 
     What takes longer than `hang_timeout`, and longer than its own limit, is reported once, with the stacks of all
     threads in hang.txt in the training's folder (hang-1.txt in process 1). Then the process is left with status 75 if
-    somebody starts it again: `affinage launch`, or whoever starts several processes. If native code or the disk keeps
-    this thread from running, `faulthandler` writes the stacks to standard error and leaves with status 1.
+    `affinage launch`, or whoever starts several processes, starts it again. If native code or the disk keeps this
+    thread from running, `faulthandler` writes the stacks to standard error and leaves with status 1.
     """
 
     def __init__(self, name: str, folder: Path, settings: RuntimeSettings) -> None:

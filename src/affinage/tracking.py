@@ -1,4 +1,4 @@
-"""From the loop to the trackers: each has a thread and a bounded queue, and fails or hangs by itself."""
+"""Trackers: where the metrics of a training go beside metrics.jsonl. Each has a thread and a bounded queue."""
 
 import contextlib
 import importlib.util
@@ -58,11 +58,7 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[], Tracker]]:
-    """Return what makes each tracker, by name, from its options.
-
-    Raises:
-        UserError: for a tracker that is unknown, not installed, or has no such option.
-    """
+    """Return what makes each tracker, by name; UserError if it is unknown, not installed, or has no such option."""
     for name, options in trackers.items():
         where = f"runtime.trackers.{name}"
         if name not in _TRACKERS:
