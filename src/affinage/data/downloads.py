@@ -16,7 +16,6 @@ from fsspec.core import has_magic, url_to_fs
 from affinage.data.executor import with_retries
 from affinage.data.json_files import write_json
 from affinage.errors import UserError, first_line
-from affinage.paths import from_home
 
 CACHE_VARIABLE = "AFFINAGE_CACHE"
 _TIMEOUT = (10, 30)  # seconds to connect, and between two parts of an answer
@@ -58,7 +57,7 @@ def listed(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
 def cache_folder() -> Path:
     """Where downloads are kept: `$AFFINAGE_CACHE`, else ~/.cache/affinage."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    return from_home(chosen) if chosen else Path.home() / ".cache" / "affinage"
+    return Path(os.path.expanduser(chosen)) if chosen else Path.home() / ".cache" / "affinage"
 
 
 def cached_path(url: str) -> Path:

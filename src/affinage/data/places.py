@@ -6,7 +6,6 @@ from pathlib import Path
 
 from affinage.config.data import POCKET_WORLD, PlaceSettings
 from affinage.errors import UserError
-from affinage.paths import from_home
 
 
 def location(source: PlaceSettings, root: str, mirror: str) -> str:
@@ -49,7 +48,7 @@ def released_folder(place: str, runs: Path) -> Path:
 
     Raises UserError if there is no such run or folder.
     """
-    for folder in (from_home(place), runs / place):
+    for folder in (Path(os.path.expanduser(place)), runs / place):
         if folder.is_dir():
             return folder / "split" if (folder / "split").is_dir() else folder
     fix = "Name a run in the folder of runs, or a folder with Parquet files that have a column `text`."

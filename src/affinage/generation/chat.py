@@ -1,6 +1,8 @@
 """A conversation with a chat model in a terminal: its history, its commands, its answers as they come."""
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from affinage.data.chat import encode_prompt
 from affinage.data.json_files import write_json
@@ -8,7 +10,6 @@ from affinage.errors import UserError
 from affinage.generation.engine import Engine
 from affinage.generation.model import LoadedModel
 from affinage.generation.sampling import SamplingParams
-from affinage.paths import from_home
 
 _SHORTEST = 1024  # tokens of the first cache
 _STREAMED_STEPS = 4  # tokens per dispatch when someone reads along
@@ -74,7 +75,7 @@ class ChatSession:
         elif name == "/save" and argument:
             system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
             try:
-                write_json(from_home(argument), {"messages": system + self.messages})
+                write_json(Path(os.path.expanduser(argument)), {"messages": system + self.messages})
             except OSError as error:
                 return f"{argument}: {error.strerror}"
             return f"Written to {argument}."

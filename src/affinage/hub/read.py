@@ -26,7 +26,6 @@ from affinage.errors import UserError, of_the_machine
 from affinage.hub.families import FAMILIES, Architecture, architecture_of
 from affinage.model.graph import Graph, parse
 from affinage.model.layer import PyTree
-from affinage.paths import from_home
 from affinage.results import read_json
 
 CONFIG = "config.json"
@@ -49,7 +48,7 @@ def local_copy(folder_or_id: str) -> Path:
 
     Raises UserError if there is no such folder, and the hub has no such repository or cannot be reached.
     """
-    folder = from_home(folder_or_id)
+    folder = Path(os.path.expanduser(folder_or_id))
     if folder.is_dir():
         return folder
     if not _REPOSITORY.fullmatch(folder_or_id):

@@ -16,7 +16,6 @@ from affinage.data.places import is_on_hub, is_url, location, released_folder
 from affinage.errors import UserError
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
 from affinage.hardware.devices import prepare
-from affinage.paths import from_home
 from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS, chat_template_of, extended, initial_folder
 from affinage.pipeline.sources import task_files
 from affinage.pipeline.step import Step, StepContext, Summary, lazily
@@ -77,7 +76,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     last = ("filter",)
     if data.dedup is not None:
         against = data.dedup.against  # a run is known by its name, a folder by its documents
-        files = (str(released_folder(against, Path("runs"))),) if against and from_home(against).is_dir() else ()
+        is_folder = bool(against) and os.path.isdir(os.path.expanduser(against))
+        files = (str(released_folder(against, Path("runs"))),) if is_folder else ()
         yield Step("dedup", _of_data("dedup_step"), {"data": _part(data, "dedup")}, last, files=files, **more)
         last = ("dedup",)
     config, files = _searched(recipe)

@@ -15,7 +15,6 @@ from affinage.config.data import POCKET_WORLD
 from affinage.data.json_files import write_json
 from affinage.data.places import is_url, printable
 from affinage.errors import first_line
-from affinage.paths import from_home
 from affinage.results import read_json
 
 _WHOLE = 16_000_000  # bytes: a larger file is known by its size, time and a sample
@@ -35,7 +34,7 @@ def fingerprints(paths: Iterable[str]) -> dict[str, str]:
     from affinage.data.downloads import cache_folder
 
     local = [path for path in paths if path != POCKET_WORLD and not is_url(path)]
-    places = [str(from_home(path.removeprefix("file://").removeprefix("local://"))) for path in local]
+    places = [os.path.expanduser(path.removeprefix("file://").removeprefix("local://")) for path in local]
     if not (files := [file for place in places for file in _files(place)]):
         return {}
     memory, result, learned = cache_folder() / "fingerprints.json", {}, {}
@@ -109,7 +108,7 @@ def task_files(paths: Iterable[str]) -> list[str]:
     """Task files and folders with the data files and templates they name: all that their benchmarks are made of."""
     files = []
     for path in paths:
-        place = from_home(path)
+        place = Path(os.path.expanduser(path))
         files.append(path)
         for file in [*place.rglob("*.yaml"), *place.rglob("*.yml")] if place.is_dir() else [place]:
             with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):  # raised where it is read
