@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,10 @@ train(tiny.job(Path(sys.argv[1]), profile="4-5"))
 """
 
 
-def test_a_trace_has_the_steps_asked_for(tmp_path: Path, warm_python: list[str]):
+def test_a_trace_has_the_steps_asked_for(tmp_path: Path):
     # In a process of its own: JAX's profiler crashes where libtpu was loaded for its compiler alone.
     path = os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")])
-    command = [*warm_python, "-c", TRACED, str(tmp_path)]
+    command = [sys.executable, "-c", TRACED, str(tmp_path)]
     subprocess.run(command, check=True, timeout=550, env={**os.environ, "PYTHONPATH": path})
     [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
