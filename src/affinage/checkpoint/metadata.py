@@ -78,10 +78,8 @@ def check_compatible(
     """Compare the identity in a checkpoint's facts with that of the run that is to resume from it.
 
     Facts without an identity, such as those of an import, fit any run. Of `allowed` names, `schedule` includes
-    `schedule.peak_lr` and all others below it. Returns {name: "saved -> now"} of the differences that are allowed.
-
-    Raises:
-        UserError: with all differences that are not allowed.
+    `schedule.peak_lr` and all others below it. Returns {name: "saved -> now"} of the differences that are allowed;
+    UserError lists all that are not.
     """
     pairs = differing([facts.get(IDENTITY, now), now], absent="(not there)")
     changes = {plain(name): " -> ".join(plain(str(value))[:80] for value in pair) for name, pair in sorted(pairs)}

@@ -188,11 +188,8 @@ class CheckpointStore:
 
         Incomplete and corrupted steps are named in a `CheckpointWarning` and passed over, by all processes alike.
         `abstract` is as for `restore`. `accept` gets the facts of a step before it is loaded, and may refuse it with a
-        UserError, which is raised. With `at_most` it is the newest up to this step, else the first one after it.
-
-        Raises:
-            UserError: there are steps but none can be restored; starting from nothing would hide that.
-            OSError: the network of the disk failed, which proves nothing about the steps.
+        UserError, which is raised. With `at_most` it is the newest up to this step, else the first one after it. Raises
+        UserError if there are steps but none can be restored, and OSError if the network of the disk failed.
         """
         processes = Processes.at_work()
         known = processes.broadcast("checkpoints", [*steps_in(self.folder).items()], seconds=IO_TIMEOUT)

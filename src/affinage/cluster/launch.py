@@ -194,10 +194,8 @@ def supervise(
     `reset_after` seconds. An error of the first start is raised.
 
     SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have `grace` seconds to save in, and nothing is
-    started again. Nothing that was started runs afterwards.
-
-    Returns:
-        The exit status for this process: 0 done, 2 a mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
+    started again. Nothing that was started runs afterwards. Returns the exit status for this process: 0 done, 2 a
+    mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
     """
     received = list[signal.Signals]()
     group: WorkerGroup | None = None

@@ -135,10 +135,10 @@ class RayWorker:
         self._ray.kill(self.actor)
 
 
-class RemoteProcess:
-    """The actor on a machine of the cluster. What is called before `start` fails."""
+class RemoteProcess(WorkerProcess):
+    """The actor on a machine of the cluster, whose process is there after `start`."""
 
-    _process: WorkerProcess
+    def __init__(self) -> None: ...
 
     def reserve_port(self) -> str:
         """Return ADDRESS:PORT of this machine, for process 0 to listen on."""
@@ -160,21 +160,12 @@ class RemoteProcess:
         code = str(Path(affinage.__file__).parents[1])
         path = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")]))
         words = [there.get(word, word) for word in words]
-        self._process = WorkerProcess(words, {**os.environ, **environment, "PYTHONPATH": path})
+        super().__init__(words, {**os.environ, **environment, "PYTHONPATH": path})
 
     def news(self) -> tuple[list[str], int | None]:
-        """Return what `WorkerProcess.news` does, after waiting a little for some."""
         until = time.monotonic() + _NEWS_EVERY
         while True:
-            lines, status = self._process.news()
+            lines, status = super().news()
             if lines or status is not None or time.monotonic() >= until:
                 return lines, status
             time.sleep(0.02)
-
-    def send(self, number: signal.Signals) -> None:
-        """Send the process a signal."""
-        self._process.send(number)
-
-    def kill(self) -> None:
-        """Kill the process, if it runs."""
-        self._process.kill()

@@ -176,8 +176,7 @@ ACCOUNTS = ("compute", "compile", "data", "validation", "save", "restore", "lost
 class GoodputTimer:
     """Seconds by account, over all starts of a run. The clock never stops: at any moment one account is running.
 
-    Args:
-        written: a file that the training writes to; its time of change says when the start before this one ended.
+    The time of change of `written`, a file that the training writes to, says when the start before this one ended.
     """
 
     def __init__(self, written: Path | None = None) -> None:
