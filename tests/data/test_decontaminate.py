@@ -27,7 +27,7 @@ from affinage.data.decontaminate import (
 from affinage.data.overlap import KEY, TEXT, BenchmarkItem, ItemIndex, read_items
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.errors import UserError
-from affinage.results import DecontaminateResult
+from affinage.results import DocumentsResult
 from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
 from token_rows import write_tokens
@@ -126,7 +126,7 @@ def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == [f"d{k}" for k in range(13)]  # only the item's own words count
     assert summary["benchmarks"]["b"]["common"] == 1, "the famous one is named"
-    shown = ", ".join(headline(DecontaminateResult.model_validate(summary)))
+    shown = ", ".join(headline(DocumentsResult.model_validate(summary)))
     assert "1 in so many documents that they are no match" in shown
 
 

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 import tiny_graphs
-from affinage.config.parallel import ParallelSettings
-from affinage.config.training import PretrainSettings
+from affinage.config.training import ParallelSettings, PretrainSettings
 from affinage.model import Graph, parse
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob

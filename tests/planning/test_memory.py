@@ -10,8 +10,7 @@ from small_plans import SMALL, plan_of
 
 import tiny_graphs
 from affinage.config.load import load_recipe
-from affinage.config.parallel import ParallelSettings
-from affinage.config.training import PretrainSettings
+from affinage.config.training import ParallelSettings, PretrainSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
 from affinage.model import Graph, parse

@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.remote import Uploader
-from affinage.config.parallel import ParallelSettings
 from affinage.config.recipe import RuntimeSettings
-from affinage.config.training import PrecisionSettings, TrainSettings
+from affinage.config.training import ParallelSettings, PrecisionSettings, TrainSettings
 from affinage.hardware.chips import Chip, chip
 from affinage.hardware.devices import Hardware
 from affinage.model import ApplyConfig, Declared, Graph, apply, decayed, init_params
