@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
-from uuid import uuid4
 
 from affinage.errors import Preempted, UserError, did_you_mean, first_line
 from affinage.registry import Registry
@@ -38,16 +37,13 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one training, all from one thread. What a method raises is reported once.
+    """Takes the metrics of one training, all from one thread, and may raise anything: it is reported once.
 
-    `start` begins, or resumes what is called `run.id`, and returns the id to resume with. A step that is done again
-    after a kill is logged again, with the same values.
+    `start` begins, or resumes what is called `run.id`, and returns the id to resume with.
     """
 
     def start(self, run: TrackedRun) -> str: ...  # noqa: D102
-
     def log(self, step: int, values: Mapping[str, float]) -> None: ...  # noqa: D102
-
     def finish(self, ending: Ending) -> None: ...  # noqa: D102
 
 
@@ -154,9 +150,6 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-# ---- the trackers that come with affinage; each imports its library in `start` ----
-
-
 @tracker("tensorboard")
 class _TensorBoard:
     """Event files by tensorboardX, in a folder for each training, which is the id."""
@@ -165,9 +158,9 @@ class _TensorBoard:
         from tensorboardX import SummaryWriter
 
         folder = str(run.runs / "tensorboard" / run.name)
-        hide_from = run.start + 1 if run.id else None  # what an earlier start wrote of later steps
-        # Files are read in the order of their names, which by themselves have whole seconds.
-        self._writer = SummaryWriter(folder, purge_step=hide_from, filename_suffix=f".{time.time_ns()}")
+        # What an earlier start wrote of later steps is hidden. Files are read in the order of their names.
+        name, purge_step = f".{time.time_ns()}", run.start + 1 if run.id else None
+        self._writer = SummaryWriter(folder, purge_step=purge_step, filename_suffix=name)
         self._writer.add_text("settings", f"```\n{json.dumps(run.facts, indent=1)}\n```", run.start)
         return folder
 
@@ -190,12 +183,11 @@ class _WeightsAndBiases:
     def start(self, run: TrackedRun) -> str:
         import wandb
 
-        run.runs.mkdir(parents=True, exist_ok=True)
-        # Neither the command line, nor the environment, nor the code is sent.
+        run.runs.mkdir(parents=True, exist_ok=True)  # neither command line, environment nor code is sent:
         off = "silent disable_git disable_code disable_job_creation x_disable_meta x_disable_stats".split()
         settings: dict[str, Any] = {"console": "off", **dict.fromkeys(off, True)}
         how: dict[str, Any] = {"project": self._project or run.recipe, "name": run.name, "mode": self._mode}
-        how |= {"id": run.id or uuid4().hex, "resume": "allow", "config": dict(run.facts), "dir": str(run.runs)}
+        how |= {"id": run.id or None, "resume": "allow", "config": dict(run.facts), "dir": str(run.runs)}
         self._run = wandb.init(settings=wandb.Settings(**settings), **how)
         self._run.define_metric("*", step_metric="step")  # W&B's own step must never go back; a training's may
         return str(self._run.id)
