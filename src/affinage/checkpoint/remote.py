@@ -1,7 +1,6 @@
 """Copies of a training at a URL, made while it runs, for machines whose disks vanish with them.
 
-A step there has the files that Orbax wrote; its mark of completion is copied last. Arrays are verified by their
-checksums when they are restored. To `gs://` Orbax writes the steps itself, and only what is beside them is copied.
+To `gs://` Orbax writes the steps itself, and only what is beside them is copied.
 """
 
 import contextlib

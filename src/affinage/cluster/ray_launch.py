@@ -26,13 +26,10 @@ _NEWS_EVERY = 0.5  # seconds
 class RayLauncher:
     """Starts `workers` on the machines of a Ray cluster, one on each, or at least `min_workers` if it has fewer.
 
-    `address` is that of a running cluster (`auto`, `HOST:6379`); "" starts one here, on the loopback address. Each has
-    `devices`, played by its CPU, or all accelerators of its machine. `files` (path here -> content) are put on every
-    machine that does not have the same, and words of the command that are such a path become the path there. `say`
-    takes the lines that workers print, each with the number of its worker before it. `program` are the words that run a
-    command; by default those of the machine's Python and the code that Ray has shipped.
-
-    The process of a worker ends with its actor: with Ray's worker process, its raylet, its machine, or this driver.
+    For `address` see `connect`. Each has `devices`, played by its CPU, or all accelerators of its machine. `files` (path
+    here -> content) are put on every machine that does not have the same, and words of the command that are such a path
+    become the path there. `program` are the words that run a command; by default those of the machine's Python and the
+    code that Ray has shipped. The process of a worker ends with its actor.
     """
 
     def __init__(

@@ -22,7 +22,6 @@ from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 
 PyTree = Any
-Say = Callable[[str], None]
 FILE = "health.jsonl"
 _ROLLBACKS = 10  # of a run, after which another one does not help
 
@@ -40,7 +39,12 @@ class HealthMonitor:
     """
 
     def __init__(
-        self, settings: HealthSettings, folder: Path | None, start: int, facts: Mapping[str, Any], say: Say = print
+        self,
+        settings: HealthSettings,
+        folder: Path | None,
+        start: int,
+        facts: Mapping[str, Any],
+        say: Callable[[str], None] = print,
     ) -> None:
         self._settings, self._say = settings, say
         self._path = None if folder is None else folder / FILE

@@ -144,11 +144,7 @@ class Watchdog:
                     leave(message)
 
     def _leave_by_signal(self) -> None:
-        """Leave the process where a signal requires it.
-
-        A signal handler alone could not: Python runs it in the main thread between two bytecodes, which a compilation
-        keeps it from for minutes.
-        """
+        """Leave the process where a signal requires it; its handler waits, maybe for minutes, for native code to end."""
         numbers = b""
         if self._wakeup is not None:
             with contextlib.suppress(OSError):  # there was none
