@@ -26,10 +26,10 @@ _NEWS_EVERY = 0.5  # seconds
 class RayLauncher:
     """Starts `workers` on the machines of a Ray cluster, one on each, or at least `min_workers` if it has fewer.
 
-    For `address` see `connect`. Each has `devices`, played by its CPU, or all accelerators of its machine. `files` (path
-    here -> content) are put on every machine that does not have the same, and words of the command that are such a path
-    become the path there. `program` are the words that run a command; by default those of the machine's Python and the
-    code that Ray has shipped. The process of a worker ends with its actor.
+    For `address` see `connect`. Each has `devices`, played by its CPU, or all accelerators of its machine. `files`
+    (path here -> content) are put on every machine that does not have the same, and words of the command that are such
+    a path become the path there. `program` are the words that run a command; by default those of the machine's Python
+    and the code that Ray has shipped. The process of a worker ends with its actor.
     """
 
     def __init__(

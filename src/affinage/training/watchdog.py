@@ -144,7 +144,7 @@ class Watchdog:
                     leave(message)
 
     def _leave_by_signal(self) -> None:
-        """Leave the process where a signal requires it; its handler waits, maybe for minutes, for native code to end."""
+        """Leave the process where a signal requires it: its handler waits, maybe for minutes, for native code."""
         numbers = b""
         if self._wakeup is not None:
             with contextlib.suppress(OSError):  # there was none
