@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from affinage.errors import UserError
 from affinage.hub.folder import CardFacts, export, model_card, read_hub_folder
 from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
-from affinage.model.analysis import parameters
+from affinage.model.graph import parameters
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 
 TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]

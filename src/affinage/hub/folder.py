@@ -4,6 +4,7 @@ Of a folder only JSON and safetensors are read: nothing in it can run.
 """
 
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -42,11 +43,9 @@ from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
 from affinage.hub.families import FAMILIES, Architecture, architecture_of, decoder_nodes, family_of
 from affinage.model import Adapters
-from affinage.model.analysis import parameters
-from affinage.model.graph import Graph, parse
+from affinage.model.graph import Graph, parameters, parse
 from affinage.model.layer import PyTree
 from affinage.model.lora import LORA_A, LORA_B
-from affinage.paths import from_home
 from affinage.results import read_json
 
 CONFIG = "config.json"
@@ -70,7 +69,7 @@ def local_copy(folder_or_id: str) -> Path:
 
     Raises UserError if there is no such folder, and the hub has no such repository or cannot be reached.
     """
-    folder = from_home(folder_or_id)
+    folder = Path(os.path.expanduser(folder_or_id))
     if folder.is_dir():
         return folder
     if not sys.stderr.isatty():
