@@ -7,6 +7,7 @@ tables by `|` and `<br>` between words change nothing. Texts are repaired and in
 """
 
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -29,7 +30,6 @@ from affinage.data.minhash import hash_words, longest_text, shingles
 from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.paths import from_home
 
 BOILERPLATE = 10  # a run of words in more items of a benchmark, or in more texts, is no match (GPT-3: documents)
 TEXT, KEY, START, STOP = range(4)  # columns of hits: the number of a text, that of a run, its bytes [start, stop)
@@ -81,7 +81,7 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
     compressed (.gz, .bz2, .zst) and anywhere that fsspec reads. Raises UserError for what cannot be read.
     """
     name, number, kind = path.rstrip("/").rsplit("/", 1)[-1], 0, kind_of_items(path)
-    place = path if "://" in path else str(from_home(path))
+    place = path if "://" in path else os.path.expanduser(path)
     try:
         with fsspec.open(place, "rb", compression=None if kind == "parquet" else "infer") as file:
             lines = (text for line in file if (text := line.decode("utf-8-sig").strip()))
