@@ -8,10 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from affinage.errors import TransientError, UserError, of_the_machine
-from affinage.stopping import without_readers
+from affinage.errors import EXIT_PREEMPTED, Preempted, TransientError, UserError, of_the_machine
+from affinage.stopping import StopSignals, without_readers
+from affinage.training.watchdog import PreemptionGuard
+from waiting import until
 
 TINY = Path(__file__).parent / "recipes" / "tiny.yaml"
 
@@ -78,14 +81,6 @@ with without_readers():
             print("saving", str(why)[:7], flush=True)
         sys.exit(75)
 """
-
-
-def test_a_line_that_nobody_reads_does_not_keep_it_from_saving():
-    process = begun(STOPPED)
-    assert process.stdout is not None
-    process.stdout.close()  # as when the one that started it, and reads its output, is killed
-    process.terminate()
-    assert process.wait(timeout=300) == 75
 
 
 @pytest.mark.parametrize("before", ["pass", "sys.stderr.close()"])
@@ -202,3 +197,55 @@ def test_output_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch):
 def test_a_disk_behind_a_network_may_come_back_and_a_full_one_does_not(number: int, passes: bool):
     message = of_the_machine(OSError(number, os.strerror(number), "runs"))
     assert isinstance(message, UserError) and isinstance(message, TransientError) == passes
+
+
+IN_NATIVE_CODE = """
+import hashlib, os, pathlib
+from affinage.config.recipe import RuntimeSettings
+from affinage.errors import Preempted
+from affinage.stopping import StopSignals, leave
+from affinage.training.watchdog import PreemptionGuard, Watchdog
+stop = PreemptionGuard('run', grace=1)
+with StopSignals(), stop, Watchdog('run', pathlib.Path(), RuntimeSettings(), stop):
+    try:
+        print(os.getpid(), flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)  # native code for minutes, like a compiler
+    except Preempted as told:  # the signal came before it
+        leave(str(told))
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps_to_lose", "number", "again", "status", "stacks"),
+    [
+        pytest.param(False, signal.SIGTERM, False, EXIT_PREEMPTED, False, id="nothing to save: at once"),
+        pytest.param(True, signal.SIGTERM, True, EXIT_PREEMPTED, True, id="after the grace"),
+        pytest.param(True, signal.SIGINT, True, 130, False, id="by hand: the second time"),
+    ],
+)
+def test_native_code_that_does_not_end_is_left(
+    warm_python, steps_to_lose: bool, number: int, again: bool, status, stacks
+):
+    known = "stop.steps_to_lose = True; " if steps_to_lose else ""
+    command = [*warm_python, "-c", IN_NATIVE_CODE.replace("print", f"{known}print")]
+    process, late = subprocess.Popen(command, stdout=-1, stderr=-1, text=True), time.monotonic() + 300
+    assert process.stdout is not None
+    computes = psutil.Process(int(process.stdout.readline()))
+    before = computes.cpu_times().user
+    until(lambda: computes.cpu_times().user >= before + 0.2)  # it is in native code
+    process.send_signal(number)
+    while again and process.poll() is None and time.monotonic() < late:
+        time.sleep(2.5)  # more than what counts as one press
+        process.send_signal(number)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == status
+    assert ('File "<string>", line 11 in <module>' in said) == stacks
+
+
+def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow():
+    with StopSignals() as signals:
+        signals.raise_pending()
+        with PreemptionGuard("run", grace=600.0):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Preempted):
+            signals.raise_pending()

@@ -108,16 +108,6 @@ def test_what_a_kill_cuts_off_on_the_way_back_is_fetched_by_the_next_start(
     assert (there / "metrics.jsonl").read_text() == "{}\n"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("any_url", ["gs"], indirect=True)
-def test_contents_arrive_as_they_are(any_url: str, tmp_path: Path):
-    folder, file = RemoteFolder(any_url), tmp_path / "a file"
-    # Two of these are the lines between which gcsfs puts what it sends.
-    for contents in (b"", b"\r\n", b"--", b"a text\n--==0==--", b"\n--==0==\nmore", b"\r\n--==0==--\r\n"):
-        file.write_bytes(contents)
-        folder.write("written", contents)
-        folder.put(file, "put")
-        assert [folder.read(name) for name in ("written", "put")] == 2 * [contents]
 
 
 @pytest.mark.parametrize("any_url", ["gs"], indirect=True)

@@ -5,12 +5,9 @@ import shlex
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from affinage.pipeline.models import command, resolve
-from affinage.pipeline.opening import open_model
 from affinage.pipeline.store import MANIFEST
 from tiny_run import RECIPE, WORDS
 
@@ -114,14 +111,6 @@ def test_a_run_is_run_by_its_name_with_the_settings_it_has(affinage):
     assert "recipes/tiny.yaml" in json.loads((RUN / "run.json").read_text())["recipe"]
 
 
-def test_export_writes_the_model_of_the_run_and_runs_nothing(affinage):
-    before = made()
-    assert affinage("export", "quickstart/pretrain", "--to", "out")[0] == 0
-    weights = open_model("quickstart/pretrain", RUNS).params["norm"]["scale"]
-    np.testing.assert_array_equal(load_file("out/model.safetensors")["model.norm.weight"], weights)
-    assert made() == before
-
-
 @pytest.mark.full
 def test_what_the_run_exported_itself_is_verified_where_it_is(affinage):
     status, out, said = affinage("export", "quickstart", "--verify")
@@ -137,13 +126,6 @@ def test_what_the_run_exported_itself_is_not_written_again(affinage):
     assert [name.partition("-")[0] for name in made() - before] == ["export"]
     assert json.loads((RUN / "export/model/config.json").read_text())["dtype"] == "bfloat16"
     assert affinage("export", "quickstart/pretrain")[0] == 2, "only a whole run has an export of its own"
-
-
-def test_report_is_of_the_run_as_it_is(affinage):
-    before = json.loads((RUN / "recipe.json").read_text())
-    (RUN / "report.html").unlink()
-    assert affinage("report", "quickstart")[0] == 0
-    assert (RUN / "report.html").is_file() and json.loads((RUN / "recipe.json").read_text()) == before
 
 
 def test_a_run_with_a_setting_that_is_gone_is_still_opened(affinage):

@@ -1,6 +1,5 @@
 """Tokenizers of both kinds: lossless round trips, exact bytes, and training that depends on the text alone."""
 
-import random
 import re
 from pathlib import Path
 
@@ -43,15 +42,6 @@ def test_any_text_decodes_to_itself_and_its_bytes_are_counted_once(bpe: Tokenize
         assert bpe.decode(ids) == each
         assert bpe.byte_lengths(each, ids).sum() == len(each.encode())
     assert bpe.decode(bpe.encode("a\u2581b\ud800")) == "a b\ufffd"  # what cannot be kept
-
-
-def test_batches_equal_single_texts(tokenizer: Tokenizer):
-    rng = random.Random(1)
-    batch = [*TRICKY, *("".join(rng.choices(" ab\né<|s1🙂", k=rng.randint(0, 60))) for _ in range(50))]
-    batch += [*(text * 100 for text in TRICKY), " " * 3_000, "=" * 3_000]
-    encoded = tokenizer.encode_batch(batch)
-    assert {ids.dtype for ids in encoded} == {np.dtype(tokenizer.dtype)}
-    assert [ids.tolist() for ids in encoded] == [tokenizer.encode(text) for text in batch]
 
 
 def test_characters_have_one_id_each_and_strangers_are_unknown(characters: Tokenizer):

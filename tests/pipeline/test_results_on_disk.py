@@ -1,7 +1,6 @@
 """Results: complete or not there, whatever kills the process."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.pipeline.store import Request, Store, link, read_manifest, read_request
+from affinage.pipeline.store import Request, Store, read_manifest, read_request
 from affinage.results import RESULT, read_json
 from run_affinage import run
 
@@ -52,14 +51,6 @@ def test_a_result_is_there_once_its_manifest_is_until_it_is_damaged_or_begun_aga
 def test_the_key_is_of_everything_in_the_request(change):
     assert replace(REQUEST, **change).key != REQUEST.key
     assert replace(REQUEST, settings=json.loads(json.dumps(REQUEST.settings))).key == REQUEST.key
-
-
-def test_a_link_is_replaced_in_one_step(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / "store" / name).mkdir(parents=True)
-        link(tmp_path / "run" / "filter", tmp_path / "store" / name)
-        assert os.readlink(tmp_path / "run" / "filter") == f"../store/{name}"
-    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["filter"]
 
 
 WRITER = """

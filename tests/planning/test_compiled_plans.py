@@ -9,7 +9,7 @@ from small_plans import SMALL, plan_of
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
-from affinage.planning.compiled import attention_in, compile_on, compile_step, out_of_memory
+from affinage.planning.compiled import compile_on, compile_step, out_of_memory
 
 SIX = "model.nodes.blocks.repeat=6"
 ROWS = "pretrain.batch_size=256"  # of fewer the compiler keeps a good part in a v4's 128 MB beside its HBM
@@ -58,18 +58,6 @@ def test_a_compiler_that_is_missing_is_named_with_the_command_that_installs_it(m
         with pytest.raises(UserError) as refused:
             compile_on(SMALL, [], find_slice(name))
         assert fix in refused.value.fix
-
-
-@pytest.mark.parametrize(
-    ("program", "kernels"),
-    [
-        ('%a = bf16[2] custom-call(%b), custom_call_target="__cudnn$fmhaSoftmax"\n', {"fmhaSoftmax": 1}),
-        ("  %splash_mha_fwd.1 = (f32[2], bf16[4]) custom-call(%a, %b)\n", {"splash_mha_fwd": 1}),
-        ('%a = f32[2] custom-call(%b), custom_call_target="__cublas$gemm"\n', {}),
-    ],
-)
-def test_the_kernels_of_attention_are_found_in_a_program(program, kernels):
-    assert attention_in(program) == kernels
 
 
 @pytest.mark.full

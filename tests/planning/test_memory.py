@@ -12,7 +12,6 @@ import tiny_graphs
 from affinage.config.load import load_recipe
 from affinage.config.parallel import ParallelSettings
 from affinage.config.training import PretrainSettings
-from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
 from affinage.model import Graph, parse
 from affinage.model.forward import batch_shapes
@@ -109,19 +108,3 @@ def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys():
     assert kept(1) > probabilities
     assert kept(4) == pytest.approx(kept(1) / 4, rel=0.05)
     assert kept(4, context_attention="ring") < kept(4) / 4
-
-
-@pytest.mark.parametrize(
-    ("mesh", "changed", "named", "fix"),
-    [
-        ({"data": "auto"}, {"batch_size": 12}, "batch 12", "8 or 16"),
-        ({"fsdp": 3}, {}, "3", ""),
-        ({"tensor": 8}, {}, "heads = 4", "8"),
-        ({"data": 2}, {}, "2 devices", "auto"),
-    ],
-    ids=str,
-)
-def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, named, fix):
-    with pytest.raises(UserError, match=named) as refused:
-        memory(mesh, settings(**changed))
-    assert fix in refused.value.fix

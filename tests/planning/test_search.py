@@ -123,9 +123,3 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
     assert "bubble" in stages.time.shares
     for made in (*(made for made, _ in (*weak, *strong)), stages):
         assert sum(int(part.split()[-1][:-1]) for part in made.time.shares.split(", ")) == pytest.approx(100, abs=2)
-
-
-def test_a_curve_names_settings_that_go_with_no_mesh():
-    loaded = load_recipe(SMALL, ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"])
-    with pytest.raises(UserError, match="gradient_accumulation_steps"):
-        curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))

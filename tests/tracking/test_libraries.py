@@ -4,15 +4,12 @@ import json
 import os
 import socket
 import sqlite3
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
-
 from affinage.tracking import TrackedRun, trackers, trackers_of
 from affinage.training import train
 

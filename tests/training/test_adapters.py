@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import PartitionSpec
 
+import tiny
 import tiny_graphs
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import LoraSettings, SftSettings

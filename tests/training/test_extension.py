@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from affinage.data.dataloader import DataLoader
 from affinage.errors import UserError
 from affinage.training import TrainJob, train

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from affinage.config.parallel import ParallelSettings
 from affinage.errors import UserError
 from affinage.model import parse

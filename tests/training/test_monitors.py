@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
+import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import Preempted
 from affinage.training import train

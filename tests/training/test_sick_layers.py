@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from affinage.model import Graph, parse
 from affinage.model.layer import LAYERS, Layer, LayerContext, register_layer
 from affinage.training import TrainJob

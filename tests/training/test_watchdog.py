@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
 
+import tiny
 from affinage.config.recipe import RuntimeSettings
 from affinage.stopping import StopSignals
 from affinage.training import train, watchdog
