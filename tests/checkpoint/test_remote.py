@@ -108,8 +108,6 @@ def test_what_a_kill_cuts_off_on_the_way_back_is_fetched_by_the_next_start(
     assert (there / "metrics.jsonl").read_text() == "{}\n"
 
 
-
-
 @pytest.mark.parametrize("any_url", ["gs"], indirect=True)
 def test_steps_are_written_to_gs_and_restored_from_there_without_a_copy(any_url: str):
     store = CheckpointStore(f"{any_url}/checkpoints", keep_every=2)

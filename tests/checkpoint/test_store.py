@@ -65,13 +65,6 @@ def newest(store: CheckpointStore, **more: int) -> int:
     return found[0]
 
 
-def test_of_a_step_that_is_not_there_others_are_named_and_nothing_is_to_be_removed(store: CheckpointStore):
-    saved(store, 1, 2)
-    with pytest.raises(UserError, match="checkpoint 3 cannot be restored: there is none of this step") as refused:
-        store.restore(3, abstract(ONE))
-    assert refused.value.fix == "Name another one: @1, @2."
-
-
 @pytest.mark.parametrize(("axis", "size"), [("fsdp", 1), ("tensor", 4)])
 def test_a_state_comes_back_bit_for_bit_on_any_mesh(store: CheckpointStore, axis: str, size: int):
     saved(store, 1)

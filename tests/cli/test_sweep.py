@@ -5,11 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.output import emit
-from affinage.cli.sweep import scores_view
-from affinage.pipeline.sources import fingerprints
-from affinage.pipeline.store import read_request
-from affinage.results import read_json
 from tiny_run import RECIPE, WORDS
 
 
@@ -57,18 +52,6 @@ def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
     assert json.loads((own_runs / "tiny" / "sweep.json").read_text()) == [diverged, trained]
 
 
-def test_a_score_that_was_asked_in_the_chat_template_is_marked(capsys):
-    def point(templated: bool) -> dict:
-        score = {"metric": "acc", "value": 0.5, "stderr": 0.05, "chance": 0.25, "chat_template": templated}
-        return {"point": 1, "run": "r", "settings": {}, "losses": {}, "scores": {"capitals": score}}
-
-    emit({}, False, scores_view([point(False), point(True)]))
-    shown = capsys.readouterr().out
-    assert [*map(str.split, shown.splitlines()[1:3])] == [["r", "50.0", "±", "5.0"], ["r", "50.0", "±", "5.0", "†"]]
-    emit({}, False, scores_view([point(False)]))
-    assert "†" in shown and "†" not in capsys.readouterr().out
-
-
 def test_a_mistyped_setting_of_a_grid_is_named_where_it_was_written(tmp_path: Path, monkeypatch, affinage):
     monkeypatch.chdir(tmp_path)
     text = f"base: {RECIPE}\nname: grid\nsweep:\n  pretrain.schedule.peaklr: [0.1, 0.2]\n"
@@ -87,21 +70,3 @@ def test_a_mistake_of_a_later_point_is_found_before_the_first_runs(tmp_path: Pat
     status, _, said = affinage("sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), "--set", grid)
     assert status == 2 and "2 of 2, sft.sources = ['no.jsonl']: " in " ".join(said.split())
     assert not list(tmp_path.rglob("manifest.json"))
-
-
-def test_a_point_reads_files_as_they_are_when_it_begins(tmp_path: Path, monkeypatch, affinage):
-    text, made = tmp_path / "a.txt", []
-
-    def changed(run: Path) -> dict:
-        made.append((read_request(run / "ingest").sources, fingerprints([str(text)])))
-        text.write_text("The second text, which is another one.\n" * 20)
-        return {"losses": {}, "scores": {}}
-
-    monkeypatch.setattr("affinage.cli.sweep._losses_and_scores", changed)
-    text.write_text("The first text.\n" * 20)
-    settings = ["pretrain=null", "sft=null", "evaluate=null", "export=null", f"data.sources=[{text}]"]
-    words = [word for each in (*settings, "sweep={data.on_error: [skip, raise]}") for word in ("--set", each)]
-    affinage("sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), *words)
-    assert [read for read, _ in made] == [is_there for _, is_there in made] and made[0] != made[1]
-    recorded = read_json(tmp_path / "runs" / "tiny-002" / "recipe.json")
-    assert recorded["data"]["on_error"] == "raise" and recorded["sweep"] == {}

@@ -14,18 +14,15 @@ from affinage.hardware.devices import accelerator_is_here
 from waiting import until
 
 PROGRAM = [sys.executable, "-m", "affinage"]
+SCHEMA = [*PROGRAM, "config", "schema"]
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
 
 def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [*PROGRAM, "config", "schema"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300
-        )
+        ended = subprocess.run(SCHEMA, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert ended.returncode == 2 and "no space left on device" in ended.stderr and "Traceback" not in ended.stderr
-    process = subprocess.Popen(
-        [*PROGRAM, "config", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(SCHEMA, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     _, said = process.communicate(timeout=300)
     assert "Traceback" not in said and "BrokenPipe" not in said

@@ -1,8 +1,6 @@
 """Which exits start a run again, how often, and what is left of processes that were started."""
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -159,17 +157,3 @@ def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_wi
     until(lambda: not alive(int((tmp_path / "child").read_text())))
     with pytest.raises(FileNotFoundError):
         start_processes([str(tmp_path / "nothing")], {}, 2, said.append)
-
-
-def test_workers_die_with_who_started_them():
-    worker = "import time; from affinage.stopping import die_with_parent; die_with_parent(); time.sleep(600)"
-    code = (
-        "import os, time\nfrom affinage.cluster.launch import WorkerProcess\n"
-        f"print(WorkerProcess({[sys.executable, '-c', worker]!r}, os.environ).pid, flush=True)\ntime.sleep(600)\n"
-    )
-    starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert starter.stdout is not None
-    pid = int(starter.stdout.readline())
-    starter.kill()
-    starter.wait()
-    until(lambda: not alive(pid))

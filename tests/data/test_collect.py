@@ -103,12 +103,8 @@ def test_what_a_record_says_of_itself_is_carried(tmp_path):
 
 
 def test_bad_records_are_counted_with_their_place(tmp_path):
-    bad = {
-        b'{"text": "broken': "not JSON",
-        b"[" * 100_000: "not JSON",
-        b"\0\0\0": "not JSON",
-        b'["a"]': "not a JSON object",
-    }
+    bad = dict.fromkeys([b'{"text": "broken', b"[" * 100_000, b"\0\0\0"], "not JSON")
+    bad |= {b'["a"]': "not a JSON object"}
     bad |= {b'{"body": "x"}': "no text key", b'{"\\ud83d": 1}': "no text key", b'{"text": 5}': "text is not a string"}
     bad |= {b'{"text": "  "}': "empty", b'{"text": "caf\xe9"}': "not UTF-8"}
     lines = [b'{"text": "good one"}', *bad, b"", b'{"text": "lone \\ud800 half"}']

@@ -81,20 +81,13 @@ def test_what_the_server_refuses(server, status, tmp_path):
     error = refused(url_of(server))
     assert url_of(server) in str(error) and error.fix
     with pytest.raises(UserError, match=r"cannot reach .*lines.jsonl"):
-        collected(tmp_path / "one", url_of(server))
+        collected(tmp_path / "one", {"path": url_of(server), "sha256": SHA})
 
 
 def test_a_bucket_is_read_in_place(tmp_path):
     fsspec.filesystem("memory").pipe("/bucket/a.jsonl", CONTENT)
     assert len(collected(tmp_path / "out", "memory://bucket/a.jsonl")[1]) == 3_000
     assert version_of("memory://bucket/a.jsonl") and not (tmp_path / "cache" / "downloads").exists()
-
-
-def test_a_recipe_reads_a_web_address_the_second_time_from_the_cache(server, tmp_path):
-    source = {"path": url_of(server), "sha256": SHA, "name": "web"}
-    _, rows = collected(tmp_path / "one", source)
-    server.requests.clear()
-    assert collected(tmp_path / "two", source)[1] == rows and len(rows) == 3_000 and not server.requests
 
 
 def test_a_copy_of_another_version_than_the_servers_is_fetched_again(server):

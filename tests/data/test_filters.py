@@ -137,12 +137,8 @@ def test_code_passes_cleaning_by_rules_of_its_own(tmp_path):
     (tmp_path / "symbols.txt").write_text(CODE_TEXT * 2)
     texts = [str(tmp_path / name) for name in ("text.txt", "symbols.txt")]
     collected(tmp_path / "collected", {"path": str(tmp_path / "src"), "kind": "code"}, *texts)
-    summary = filter_documents(
-        tmp_path / "collected",
-        tmp_path / "clean",
-        FilterSettings(datatrove={"GopherRepetitionFilter": {}}),
-        ("en", "fr"),
-    )
+    settings = FilterSettings(datatrove={"GopherRepetitionFilter": {}})
+    summary = filter_documents(tmp_path / "collected", tmp_path / "clean", settings, ("en", "fr"))
     left = {row["id"]: row["language"] for row in rows_of(tmp_path / "clean")}
     assert left.pop("good.py") == "code", "Gopher's rules for repetition are not for code"
     assert "code" not in left.values()

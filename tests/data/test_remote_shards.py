@@ -120,13 +120,10 @@ def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(
     tokenize(split_folder, bpe, rows, settings("killed"), seed=0)
     assert {path: path.stat().st_mtime_ns for path in times} == times  # those were not made again
 
-    killed_files, whole_files = (
-        {
-            path.relative_to(tmp_path / name): path.read_bytes().replace(f"/{name}/store".encode(), b"")
-            for path in (tmp_path / name).rglob("*")
-            if path.is_file()
-        }
-        for name in ("killed", "whole")
-    )
-    assert killed_files == whole_files
+    def files(name: str) -> dict[Path, bytes]:
+        paths = (path for path in (tmp_path / name).rglob("*") if path.is_file())
+        place = f"/{name}/store".encode()
+        return {path.relative_to(tmp_path / name): path.read_bytes().replace(place, b"") for path in paths}
+
+    assert files("killed") == files("whole")
     assert DataLoader(rows / "train", seed=0, batch=4).batch(0)["tokens"].shape == (4, 32)

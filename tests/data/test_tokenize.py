@@ -210,10 +210,8 @@ def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path:
     tokenize(split_of(tmp_path / "split", "the river " * 99, "x"), bpe, tmp_path / "rows", settings, seed=0)
     shard = tmp_path / "rows/train/s.und/tokens-00000-of-00001.npy"
     content = shard.read_bytes()
-    for damage in (
-        lambda: shard.write_bytes(content[:-100]),
-        lambda: np.save(shard, np.zeros((2, CONTEXT), np.uint16)),
-    ):
+    other = np.zeros((2, CONTEXT), np.uint16)
+    for damage in (lambda: shard.write_bytes(content[:-100]), lambda: np.save(shard, other)):
         open_shards(shard.parent)
         damage()
         with pytest.raises(UserError) as error:

@@ -78,10 +78,9 @@ def test_training_twice_gives_the_same_bytes_whatever_the_order_of_files(split_f
 @pytest.mark.parametrize(("vocabulary", "advice"), [(30_000, r"\d+ or less"), (300, r"\d+ or more")])
 def test_a_vocabulary_that_cannot_be_is_refused_with_one_that_can(tmp_path: Path, vocabulary: int, advice: str):
     split_of(tmp_path, "".join(chr(0x4E00 + i) for i in range(200)) + " the river and the stone")
+    settings = TokenizerSettings(vocab_size=vocabulary, character_coverage=1)
     with pytest.raises(UserError) as error:
-        train_tokenizer(
-            tmp_path, tmp_path / "out", TokenizerSettings(vocab_size=vocabulary, character_coverage=1), ("en",), 0
-        )
+        train_tokenizer(tmp_path, tmp_path / "out", settings, ("en",), 0)
     assert error.value.where == "tokenizer.vocab_size" and re.search(advice, error.value.fix)
     for kind in ("bpe", "char"):
         with pytest.raises(UserError):  # no text

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 
 from affinage.evaluation import scoring
-from affinage.evaluation.scoring import (
-    MAX_ROWS,
-    MEMORY_SHARE,
-    bytes_of_a_row,
-    rows_that_fit,
-    score,
-)
+from affinage.evaluation.scoring import MAX_ROWS, MEMORY_SHARE, bytes_of_a_row, rows_that_fit, score
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
 from affinage.hardware.chips import CHIPS

@@ -76,18 +76,11 @@ def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(jinja2.sandbox.SecurityError):
         utils.apply_template(escape, {})
-    for number, settings in enumerate(
-        (
-            {"doc_to_text": escape},
-            {"doc_to_choice": escape},
-            {"doc_to_target": escape},
-            {"description": escape},
-            {"metric_list": [{"metric": str(tmp_path / "evil")}]},
-            {"metric_list": [{"metric": "acc", "hf_evaluate": True}]},
-            {"metric_list": ["acc"]},
-            {"fewshot_config": {"doc_to_text": escape}, "num_fewshot": 1},
-        )
-    ):
+    evil: list[dict] = [{key: escape} for key in ("doc_to_text", "doc_to_choice", "doc_to_target", "description")]
+    foreign = {"metric": str(tmp_path / "evil")}, {"metric": "acc", "hf_evaluate": True}, "acc"
+    evil += [{"metric_list": [metric]} for metric in foreign]
+    evil.append({"fewshot_config": {"doc_to_text": escape}, "num_fewshot": 1})
+    for number, settings in enumerate(evil):
         refused_with(tmp_path / str(number), SUMS, **settings)
     write_task(tmp_path / "fine", "fine", SUMS, doc_to_text="{{ question | regex_replace('one', 'two') }}")
     assert not (tmp_path / "sprung").exists()
@@ -173,17 +166,10 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
         assert set(item.texts) == {question, "in France", "in Spain", f"Q: {question}\nA: {answer}"}
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("hellaswagg", "`hellaswag"),
-        ("JULIAN", ""),
-        ("pocket_fact_en", "`pocket_facts_en`"),
-    ],
-)
 @pytest.mark.full  # each reads 13,000 files
-def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
+def test_an_unknown_name_is_refused_with_the_nearest():
     check_names(["julian", "hellaswag"], where="--tasks")
-    with pytest.raises(UserError) as refused:
-        check_names([name], where="--tasks")
-    assert nearest in refused.value.fix and refused.value.fix and refused.value.where == "--tasks"
+    for name, nearest in (("hellaswagg", "`hellaswag"), ("JULIAN", ""), ("pocket_fact_en", "`pocket_facts_en`")):
+        with pytest.raises(UserError) as refused:
+            check_names([name], where="--tasks")
+        assert nearest in refused.value.fix and refused.value.fix and refused.value.where == "--tasks"

@@ -105,13 +105,8 @@ def sft(folder):
     lines = [json.dumps({"id": str(i), "messages": turns * (1 + i % 3)}, ensure_ascii=False) for i in range(24)]
     (folder / "turns.jsonl").write_text("\n".join(lines))
     sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., seq_len: 128, steps: 1, batch_size: 4"
-    return (
-        "export=null",
-        "mesh={data: 1}",
-        "data=null",
-        "pretrain=null",
-        f"sft={{{sources}, schedule: {{peak_lr: 1.0e-3, min_lr: 0}}}}",
-    )
+    sft = f"sft={{{sources}, schedule: {{peak_lr: 1.0e-3, min_lr: 0}}}}"
+    return "export=null", "mesh={data: 1}", "data=null", "pretrain=null", sft
 
 
 def test_rows_of_it_hold_the_documents(imported, tmp_path):

@@ -47,6 +47,7 @@ GRAPHS = {
     "mixtral": tiny_graphs.moe(attention={"kv_heads": 2}, z_loss_weight=0.0, load_balance_weight=0.02),
     "gpt2": tiny_graphs.gpt2(dropout=0.1),
 }
+GRAPHS["llama"]["nodes"]["blocks"]["norm"] = {"kind": "rms", "eps": 1e-5}
 GRAPHS["llama"]["nodes"]["norm"]["eps"] = 1e-5
 
 
@@ -140,15 +141,10 @@ def test_any_kept_step_of_a_run_is_exported(imported, tmp_path):
         np.testing.assert_array_equal(written, sign * first.params["norm"]["scale"])
 
 
-WRITTEN = [
-    "llama",
-    "mixtral",
-    "gpt2",
-    *(pytest.param(f, marks=pytest.mark.full) for f in ("mistral", "qwen2", "qwen3")),
-]
+RARER = [pytest.param(family, marks=pytest.mark.full) for family in ("mistral", "qwen2", "qwen3")]
 
 
-@pytest.mark.parametrize("family", WRITTEN)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", *RARER])
 def test_what_transformers_writes_is_read(family, tmp_path):
     """Logits of a model that transformers made, saved as transformers does, equal ours."""
     import torch
@@ -304,10 +300,8 @@ def test_a_model_of_another_chat_template_is_released_taken_in_and_talked_to_in_
     export(model, tmp_path / "m", facts=FACTS)
     assert verify(tmp_path / "m", model, ["Paris"])["conversations"] == 3
     asked = [{"role": "user", "content": "Où est Paris ?"}]
-    told = [{"role": "system", "content": "Be brief."}, *asked]
-    expected = AutoTokenizer.from_pretrained(tmp_path / "m").apply_chat_template(
-        told, add_generation_prompt=True, return_dict=False
-    )
+    told, theirs = [{"role": "system", "content": "Be brief."}, *asked], AutoTokenizer.from_pretrained(tmp_path / "m")
+    expected = theirs.apply_chat_template(told, add_generation_prompt=True, return_dict=False)
     import_model(tmp_path / "m", tmp_path / "imported", "imported")
     for folder in (tmp_path / "m", tmp_path / "imported"):
         again = open_model(str(folder), tmp_path)

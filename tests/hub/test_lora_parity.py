@@ -29,15 +29,13 @@ def drawn(adapters):
     return jax.tree.map(lambda p: draw.normal(0, 0.1, p.shape).astype(np.float32), shapes)
 
 
-def in_peft(ours, adapters, params):
+def in_peft(base, adapters, params):
     """The same adapters beside the same weights."""
     modules = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
     config = LoraConfig(r=LORA.r, lora_alpha=LORA.alpha, target_modules=modules, task_type="CAUSAL_LM")
-    model = get_peft_model(in_transformers(ours.graph, ours.params), config)
-    tensors = {
-        name.replace(".weight", ".default.weight"): torch.tensor(array)
-        for name, array in adapter_tensors(adapters, params).items()
-    }
+    model = get_peft_model(in_transformers(base.graph, base.params), config)
+    ours = adapter_tensors(adapters, params).items()
+    tensors = {name.replace(".weight", ".default.weight"): torch.tensor(array) for name, array in ours}
     missing = model.load_state_dict(tensors, strict=False)
     assert not missing.unexpected_keys and not any("lora" in name for name in missing.missing_keys)
     return model
@@ -66,16 +64,10 @@ def test_loss_gradients_and_one_update():
     adapters = Adapters(ours.graph, LORA)
     params = drawn(adapters)
     peft_model = in_peft(ours, adapters, params)
-    settings = SftSettings.model_validate(
-        {
-            "steps": 1,
-            "batch_size": 4,
-            "sources": ["none"],
-            "lora": LORA.model_dump(),
-            "schedule": {"name": "constant", "peak_lr": RATE, "min_lr": RATE},
-            "optimizer": {"max_grad_norm": 0.5, "weight_decay": 0.1},
-        }
-    )
+    given = {"steps": 1, "batch_size": 4, "sources": ["none"], "lora": LORA.model_dump()}
+    given |= {"schedule": {"name": "constant", "peak_lr": RATE, "min_lr": RATE}}
+    given |= {"optimizer": {"max_grad_norm": 0.5, "weight_decay": 0.1}}
+    settings = SftSettings.model_validate(given)
     split = split_params(ours.graph, settings)
     optimizer = optimizer_of(split, settings)
 

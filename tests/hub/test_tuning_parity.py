@@ -24,24 +24,15 @@ from affinage.model.graph import ANSWERS, parse, preference_graph
 from source_forms import write_lines
 from tiny_models import CONTEXT, in_transformers, tiny_llama, tokenizer
 
-COMMON = {
-    "steps": 1,
-    "batch_size": 4,
-    "schedule": {"peak_lr": 1e-3, "min_lr": 0},
-    "validation_fraction": 0,
-    "system_prompt": "Be kind.",
-}
+COMMON = {"steps": 1, "batch_size": 4, "schedule": {"peak_lr": 1e-3, "min_lr": 0}, "validation_fraction": 0}
+COMMON["system_prompt"] = "Be kind."
 TALKS = [
     [("user", "Où est Paris ?"), ("assistant", "En France."), ("user", "Yen?"), ("assistant", "The yen is Japan's.")],
     [("user", "Twelve plus seven?"), ("assistant", "Nineteen.")],
     [("system", "Réponds."), ("user", "Noël ?"), ("assistant", "L'école où naître.")],
     [("user", "Who?"), ("assistant", "The capital of France.")],
 ]
-PAIRS = [
-    ("Capital?", "It is Paris.", "Yen."),
-    ("Sept ?", "Dix-neuf sont dix.", "Où ça, élève ?"),
-    ("Yen?", "Yes.", "No."),
-]
+PAIRS = [("Capital?", "It is Paris.", "Yen."), ("Sept ?", "Dix-neuf sont dix.", "Où ça, élève ?"), ("Yen?", "Y.", "N.")]
 
 
 def messages(turns):
@@ -94,9 +85,8 @@ def test_one_step_of_fine_tuning(llama, hf_tokenizer, tmp_path):
     ours, theirs = llama
     path = write_lines(tmp_path / "talks.jsonl", [{"messages": messages(talk)} for talk in TALKS])
     settings = SftSettings.model_validate({**COMMON, "sources": [str(path)]})
-    summary = prepare_tuning_data(
-        settings, tokenizer(), tmp_path / "rows", seq_len=CONTEXT, seed=0, system_prompt="Be kind."
-    )
+    rows = {"seq_len": CONTEXT, "seed": 0, "system_prompt": "Be kind."}
+    summary = prepare_tuning_data(settings, tokenizer(), tmp_path / "rows", **rows)
     batch = DataLoader(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)
     assert summary["train"]["rows"] < len(TALKS)  # some share a row
 

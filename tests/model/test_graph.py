@@ -35,6 +35,10 @@ def changed(*changes: tuple[str, Any]) -> Any:
     return model
 
 
+UNEMBED = {"kind": "unembed", "in": "norm"}
+MIXTURE = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24}
+
+
 @pytest.mark.parametrize(
     ("changes", "where", "named"),
     [
@@ -54,11 +58,10 @@ def changed(*changes: tuple[str, Any]) -> Any:
         ([("loss.kind", "rms_norm"), ("loss.in", "norm")], "nodes", "one loss"),
         ([("logits.tied", "embed"), ("logits.vocab", 3)], "logits", "97"),
         ([("embed.vocab", "auto")], "embed/vocab", "tokenizer"),
-        (
-            [("embed", {"kind": "rms_norm", "in": "tokens"}), ("logits", {"kind": "unembed", "in": "norm"})],
-            "logits",
-            "no embedding node",
-        ),
+        ([("embed", {"kind": "rms_norm", "in": "tokens"}), ("logits", UNEMBED)], "logits", "no embedding node"),
+        ([("blocks.ffn", MIXTURE | {"top_k": 5})], "ffn", "4 experts"),
+        ([("blocks.ffn", MIXTURE | {"capacity": 1.0})], "ffn/capacity", "capacity_factor"),
+        ([("blocks.ffn", MIXTURE | {"activation": "swiglo"})], "ffn/activation", "swiglu"),
     ],
     ids=str,
 )
@@ -78,11 +81,7 @@ def test_the_line_is_the_one_in_the_file(tmp_path):
     assert caught.value.where.endswith("mine.yaml:6")
 
 
-@pytest.mark.parametrize(
-    "model",
-    [tiny_graphs.llama(tied=True, scan=True), tiny_graphs.gpt2()],
-    ids=["llama", "gpt2"],
-)
+@pytest.mark.parametrize("model", [tiny_graphs.llama(tied=True, scan=True), tiny_graphs.gpt2()], ids=["llama", "gpt2"])
 def test_a_graph_is_the_same_written_out_and_in_any_order(model):
     graph = parse(model)
     backwards = {**graph.to_dict(), "nodes": dict(reversed(graph.to_dict()["nodes"].items()))}

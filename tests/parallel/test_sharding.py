@@ -82,9 +82,8 @@ def test_a_model_of_stages_is_served_with_its_weights_split_instead():
     sizes = {"pipeline": 2, "context": 2, "tensor": 2}
     layout, shardings = serving_layout(sizes, jax.devices(), logical_axes(graph), abstract_params(graph), {})
     assert {axis: size for axis, size in layout.mesh.shape.items() if size > 1} == {"fsdp": 4, "tensor": 2}
-    run = jax.jit(
-        lambda params: apply(graph, params, batch, ApplyConfig(until=graph.logits)).values[graph.logits].array()
-    )
+    call = ApplyConfig(until=graph.logits)
+    run = jax.jit(lambda params: apply(graph, params, batch, call).values[graph.logits].array())
     np.testing.assert_allclose(run(jax.device_put(params, shardings)), run(params), atol=1e-5)
 
 

@@ -29,13 +29,8 @@ def _train(*settings: str) -> None:
 
 
 def _longer(*words: str) -> list[str]:
-    return [
-        "name=longer",
-        "pretrain.resume_from=runs/short",
-        "pretrain.steps=14",
-        "pretrain.schedule.name=constant",
-        *words,
-    ]
+    own = ["name=longer", "pretrain.resume_from=runs/short", "pretrain.steps=14", "pretrain.schedule.name=constant"]
+    return [*own, *words]
 
 
 def test_an_extension_goes_on_and_the_run_it_extends_stays(runs: Path, monkeypatch: pytest.MonkeyPatch):
@@ -58,12 +53,8 @@ def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Pa
         road = build_steps(load_recipe(TINY, _longer(*words)))
         return next((stage.sources, stage.config) for stage in road if stage.name == "pretrain")
 
-    assert (
-        sources()
-        == sources("pretrain.resume_from=runs/short/pretrain")
-        == sources("pretrain.resume_from=runs/short@10")
-    )
-    assert sources() != sources("pretrain.resume_from=runs/short/pretrain@5")
+    same = [sources(f"pretrain.resume_from=runs/short{place}") for place in ("/pretrain", "@10")]
+    assert [sources()] * 2 == same and sources() != sources("pretrain.resume_from=runs/short/pretrain@5")
 
 
 @pytest.mark.parametrize(

@@ -122,11 +122,8 @@ def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
     documents = document_files(own_runs / "tiny/dedup")[0]
     text = pq.read_table(documents, columns=["text"])["text"][0].as_py()
     (tmp_path / "items.txt").write_text(" ".join(text.split()[3:15]) + "\n")
-    settings = [
-        "name=more",
-        f"data.decontaminate={{benchmark_files: ['{tmp_path / 'items.txt'}'], benchmarks: false, n_grams: 5}}",
-    ]
-    run("run", *tiny_run.WORDS, "--until", "decontaminate", "--runs", own_runs, settings=settings)
+    items = f"data.decontaminate={{benchmark_files: ['{tmp_path / 'items.txt'}'], benchmarks: false, n_grams: 5}}"
+    run("run", *tiny_run.WORDS, "--until", "decontaminate", "--runs", own_runs, settings=["name=more", items])
     check(own_runs / "more", ["decontaminate"])
 
 

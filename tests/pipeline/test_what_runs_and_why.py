@@ -88,11 +88,8 @@ def test_once_is_enough(load, tmp_path):
 def test_reasons(load, tmp_path):
     toy_run(load, tmp_path, toy())
     reasons, _ = toy_run(load, tmp_path, toy({"a": {"b": 2}, "d": "new"}))
-    assert reasons == {
-        "one": "settings changed: a.b, d",
-        "two": "input changed: one",
-        "three": "input changed: one, two",
-    }
+    changed = {"one": "settings changed: a.b, d", "two": "input changed: one", "three": "input changed: one, two"}
+    assert reasons == changed
     assert toy_run(load, tmp_path, toy())[1] == [], "the former results are still there"
     road = toy()
     road[1] = Step("two", write_text, {"c": [1, 2]}, ("one",), sources={"my.txt": "other"})
@@ -218,10 +215,18 @@ def test_changed_user_files_are_noticed(load, tmp_path):
 
 
 def test_sections_left_out_have_no_stages(load):
-    names = [
-        stage.name for stage in build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
+    road = build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
+    names = [stage.name for stage in road]
+    assert names == [
+        "ingest",
+        "filter",
+        "dedup",
+        "split",
+        "train-tokenizer",
+        "tokenize",
+        "pretrain",
+        "report",
     ]
-    assert names == ["ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "pretrain", "report"]
     assert "dedup" not in [stage.name for stage in build_steps(load("data.dedup=null"))]
     assert build_steps(load("data=null")) == []
 

@@ -71,11 +71,8 @@ def test_a_step_is_compiled_for_gpus_that_are_not_here():
 @pytest.mark.full
 def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
     with pytest.raises(UserError, match="batch 6 does not divide"):
-        compile_on(
-            "quickstart",
-            ["pretrain.batch_size=6", "pretrain.gradient_accumulation_steps=6", "mesh.data=4"],
-            find_slice("v4-8"),
-        )
+        layout = ["pretrain.batch_size=6", "pretrain.gradient_accumulation_steps=6", "mesh.data=4"]
+        compile_on("quickstart", layout, find_slice("v4-8"))
 
 
 @pytest.mark.parametrize(

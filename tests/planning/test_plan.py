@@ -129,7 +129,6 @@ def test_the_published_recipe_is_planned_on_the_slice_it_claims(affinage):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ((SMALL, "--on", "v4-9"), "v4-9"),
         ((SMALL, "--which", "--search"), "--search"),
         ((SMALL, "--curve", "weak"), "processor"),
         ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "8 devices"),

@@ -62,17 +62,13 @@ def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, mo
     assert estimated < count and all(made.fits for _, made in best)
 
 
-ODD = "model.nodes.blocks.attention={heads: 3, head_dim: 64}", "model.nodes.blocks.ffn.width=999"
+ODD = "model.nodes.blocks={repeat: 3, attention: {heads: 3, head_dim: 64}, ffn: {width: 999}}"
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "named"),
     [
-        (
-            "v4-8",
-            ["pretrain.batch_size=3", "packing.seq_len=33", "model.nodes.blocks.repeat=3", *ODD],
-            "no mesh of v4-8",
-        ),
+        ("v4-8", [ODD, "pretrain.batch_size=3", "packing.seq_len=33"], "no mesh of v4-8"),
         rarer("v5e-1", ["model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64"], "weights and moments alone"),
     ],
     ids=["nothing divides", "nothing fits"],

@@ -6,14 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from affinage.report.figures import (
-    Axis,
-    Interval,
-    Row,
-    Series,
-    line_figure,
-    row_chart,
-)
+from affinage.report.figures import Axis, Interval, Row, Series, line_figure, row_chart
 from affinage.report.language import Language
 
 EN, FR = Language("en"), Language("fr")

@@ -46,13 +46,7 @@ def test_it_is_the_plan_of_the_slice_beside_what_was_measured(run: Path):
     assert "time of a step" in page and "25.0\u202fms" in page and "75.0%" in page  # the last: of compilation
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("dpo", {}),
-        ("pretrain", {"devices": {"kind": "TPU v4", "count": 7}}),
-    ],
-)
+@pytest.mark.parametrize(("name", "changed"), [("dpo", {}), ("pretrain", {"devices": {"kind": "TPU v4", "count": 7}})])
 def test_what_the_planner_does_not_know_is_left_out(run: Path, name: str, changed: dict):
     recipe = json.loads((run / "recipe.json").read_text())
     result = TrainingResult.model_validate(SUMMARY | changed)

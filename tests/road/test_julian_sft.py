@@ -59,9 +59,8 @@ def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tmp_path: Path):
     overrides = [f"sft.mirror={mirror}", "sft.seq_len=256", "sft.validation_fraction=0"]
     settings = load_recipe("julian-sft", overrides).recipe.sft
     assert settings is not None
-    summary = prepare_tuning_data(
-        settings, tokenizer(), tmp_path, seq_len=256, seed=0, system_prompt=settings.system_prompt
-    )
+    rows = {"seq_len": 256, "seed": 0, "system_prompt": settings.system_prompt}
+    summary = prepare_tuning_data(settings, tokenizer(), tmp_path, **rows)
     counts = {name: counted["train"]["conversations"] for name, counted in summary["by_source"].items()}
     assert counts == COUNTS
     feed = DataLoader(tmp_path / "train", seed=0, batch=summary["train"]["rows"])

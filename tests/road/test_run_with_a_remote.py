@@ -93,10 +93,8 @@ def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, url: str, c
     contents = bytearray(remote.read(name) or b"")
     contents[len(contents) // 2] ^= 1
     remote.write(name, bytes(contents))
-    [tokenizer] = [
-        name for name in {name.partition("/")[0] for name in remote.sizes()} if name.startswith("train-tokenizer-")
-    ]
-    remote.remove([f"{tokenizer}/manifest.json"])
+    folders = {name.partition("/")[0] for name in remote.sizes()}
+    remote.remove([f"{folder}/manifest.json" for folder in folders if folder.startswith("train-tokenizer-")])
     assert run(tmp_path / "second", url, *until) == 2
     assert Path(name).name in capfd.readouterr().err
     remote.remove([f"{name.partition('/')[0]}/manifest.json"])

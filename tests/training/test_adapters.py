@@ -91,11 +91,7 @@ LAYERS: dict[str, dict] = {
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "mesh", "micro_batches"),
-    [
-        ("dense", {"fsdp": 2, "tensor": 2}, 2),
-        ("dense", {"pipeline": 2}, 1),
-        ("experts", {"expert": 2, "fsdp": 2}, 2),
-    ],
+    [("dense", {"fsdp": 2, "tensor": 2}, 2), ("dense", {"pipeline": 2}, 1), ("experts", {"expert": 2, "fsdp": 2}, 2)],
 )
 def test_any_mesh_makes_the_same_step(kind: str, mesh: dict[str, int], micro_batches: int):
     split = job(mesh=mesh, gradient_accumulation_steps=micro_batches, **LAYERS[kind])

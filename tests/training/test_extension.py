@@ -81,7 +81,6 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
     [
         ({"optimizer": {"b1": 0.8}}, BORDER, "optimizer.b1"),
         ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, "weights"),
-        ({}, 7, "@5, @10"),
         ({"optimizer": {"name": "sgd"}, "checkpoint": {"allow_changes": ["optimizer"]}}, BORDER, "opt_state"),
         ({"health": {"spike_window": 16}, "checkpoint": {"allow_changes": ["health"]}}, BORDER, "window.losses"),
     ],

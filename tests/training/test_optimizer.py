@@ -41,10 +41,7 @@ def test_twenty_steps_equal_torch_adamw_with_clipping_and_decay_on_matrices_only
     rate, gradients = 3e-3, _gradients(20)
     settings = OptimizerSettings(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
     theirs = {k: torch.nn.Parameter(torch.from_numpy(v)) for k, v in _start().items()}
-    groups = [
-        {"params": [theirs["weight"]], "weight_decay": 0.1},
-        {"params": [theirs["norm"]], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [theirs["weight"]], "weight_decay": 0.1}, {"params": [theirs["norm"]], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
     for grads in gradients:
         for name, parameter in theirs.items():

@@ -79,10 +79,7 @@ def job(folder: Path, feed: Feed, layers: int = 1, **changes: Any) -> TrainJob:
 def room() -> tuple[Any, Any, Feed]:
     """A program, its compiled step, and a feed that makes every second batch sick."""
     feed = Feed({2 * at + 1: sick for at, sick in enumerate(INJECTIONS)})
-    changes = {
-        "precision": {"params": "bfloat16"},
-        "health": {"spike_window": 16, "on_spike": "skip"},
-    }
+    changes = {"precision": {"params": "bfloat16"}, "health": {"spike_window": 16, "on_spike": "skip"}}
     return *tiny.compiled(job(Path("unused"), feed, **changes)), feed
 
 
