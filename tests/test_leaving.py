@@ -132,9 +132,7 @@ main()
         ("--debug run tiny", signal.SIGINT, 75),
     ],
 )
-def test_told_while_it_imports_it_ends_at_once_and_a_training_as_one_to_be_started_again(
-    words: str, number: signal.Signals, status: int
-):
+def test_told_while_it_imports_it_ends_at_once_and_a_training_as_one_to_be_started_again(words: str, number, status):
     ran = python(TELLING.replace("{tell}", f"os.kill(os.getpid(), {int(number)})"), *words.split())
     assert (ran.returncode, ran.stdout, ran.stderr) == (status, "", "")
 
@@ -223,9 +221,7 @@ with StopSignals(), stop, Watchdog('run', pathlib.Path(), RuntimeSettings(), sto
         pytest.param(True, signal.SIGINT, True, 130, False, id="by hand: the second time"),
     ],
 )
-def test_native_code_that_does_not_end_is_left(
-    warm_python, steps_to_lose: bool, number: int, again: bool, status, stacks
-):
+def test_native_code_that_does_not_end_is_left(warm_python, steps_to_lose, number: int, again: bool, status, stacks):
     known = "stop.steps_to_lose = True; " if steps_to_lose else ""
     command = [*warm_python, "-c", IN_NATIVE_CODE.replace("print", f"{known}print")]
     process, late = subprocess.Popen(command, stdout=-1, stderr=-1, text=True), time.monotonic() + 300

@@ -264,9 +264,7 @@ def test_no_corruption_is_restored(intact: CheckpointStore, tmp_path: Path, kind
         store.restore(2, abstract(ONE))
 
 
-def test_no_code_that_a_checkpoint_names_is_run(
-    intact: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_code_that_a_checkpoint_names_is_run(intact: CheckpointStore, tmp_path: Path, monkeypatch):
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nTrap = int\n")
     monkeypatch.syspath_prepend(tmp_path)
     store = CheckpointStore(shutil.copytree(intact.folder, tmp_path / "steps"))
@@ -287,9 +285,7 @@ class Second(Processes):
         return min(value, name != "restore of 2")
 
 
-def test_processes_resume_from_one_step_though_another_one_cannot_read_the_newest(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-):
+def test_processes_resume_from_one_step_though_another_one_cannot_read_the_newest(store: CheckpointStore, monkeypatch):
     saved(store, 1, 2)
     monkeypatch.setattr(Processes, "current", Second(1, 2))
     with Processes.current.all_at_work():

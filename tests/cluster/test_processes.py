@@ -49,9 +49,7 @@ def environment(index: int, address: str) -> dict[str, str]:
     return os.environ | place
 
 
-def test_processes_agree_on_the_least_and_on_the_firsts_word_and_one_that_does_not_come_is_named(
-    warm_python: list[str],
-):
+def test_processes_agree_on_the_least_and_on_the_firsts_word_and_one_that_does_not_come_is_named(warm_python):
     held, address = reserved_port()
     command = [*warm_python, "-c", AGREE]
     both = [

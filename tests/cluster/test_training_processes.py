@@ -98,9 +98,7 @@ def test_a_process_that_is_stopped_or_hangs_is_missed_and_the_run_continues(
 
 @FULL
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_a_batch_that_is_not_finite_in_one_process_is_judged_alike_by_all(
-    warm_python: list[str], tmp_path: Path, policy: str
-):
+def test_a_batch_that_is_not_finite_in_one_process_is_judged_alike_by_all(warm_python, tmp_path: Path, policy: str):
     done, folders = [], []
     for workers in (1, 2):
         settings = {"health": {"on_nonfinite": policy}}

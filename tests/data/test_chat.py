@@ -6,7 +6,6 @@ import pytest
 
 from affinage.data.chat import chat_template, encode_conversation, encode_prompt
 from affinage.data.special_tokens import IM_END
-from affinage.data.tokenizer import Tokenizer
 
 TALK = [
     {"role": "user", "content": "Was the cat  there ?"},
@@ -25,9 +24,7 @@ def render(messages: list[dict[str, str]], system_prompt: str) -> str:
 
 @pytest.mark.parametrize("system_prompt", ["", "Say \"yes\" \\ or 'no'.\nThe {{ 1 }} {% raw %}"])
 @pytest.mark.parametrize("talk", [TALK, [OWN, *TALK[:2]]], ids=["turns", "system"])
-def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained(
-    tokenizer: Tokenizer, talk: list[dict[str, str]], system_prompt: str
-):
+def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained(tokenizer, talk, system_prompt: str):
     tokens, trained = found = encode_conversation(talk, tokenizer, system_prompt)
     prompt = encode_prompt(talk[:-1], tokenizer, system_prompt)
     if tokenizer.kind == "bpe":

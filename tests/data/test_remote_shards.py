@@ -87,9 +87,7 @@ def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_neve
     assert feed.batch(0)["tokens"].shape == (4, 32)  # it can be tried again
 
 
-def test_after_a_failed_upload_only_the_rest_is_written(
-    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
-):
+def test_after_a_failed_upload_only_the_rest_is_written(store, split_folder: Path, bpe: Tokenizer, tmp_path: Path):
     for store.failing in ("tales.en/tokens-00001", ""):
         try:
             packed(split_folder, bpe, tmp_path / "rows", URL)
@@ -98,9 +96,7 @@ def test_after_a_failed_upload_only_the_rest_is_written(
     assert [count for name, count in store.written.items() if name.endswith(".npy")] == [1] * 8
 
 
-def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(
-    split_folder: Path, bpe: Tokenizer, tmp_path: Path
-):
+def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(split_folder, bpe: Tokenizer, tmp_path: Path):
     def settings(name: str) -> PackingSettings:
         path = f"file://{tmp_path}/{name}/store"
         return PackingSettings(seq_len=32, num_shards=8, output_path=path, strategy="best_fit")

@@ -94,9 +94,7 @@ def test_equal_conversations_are_held_out_together(bpe: Tokenizer, tmp_path: Pat
         assert held_out and not any(each in train for each in held_out)
 
 
-def test_samples_and_limits_are_drawn_by_content_whatever_the_order_and_the_tasks(
-    bpe: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_samples_and_limits_are_drawn_by_content_whatever_the_order_and_the_tasks(bpe, tmp_path: Path, monkeypatch):
     talks = [ask(f"What is {i}?", f"{i}") for i in range(100)]
     paths = [write_lines(tmp_path / name, [{"messages": talk} for talk in some]) for name, some in
              (("a.jsonl", talks), ("b.jsonl", talks[::-1]))]  # fmt: skip
@@ -121,9 +119,7 @@ def test_the_example_marks_what_is_trained(bpe: Tokenizer, tmp_path: Path):
 
 @pytest.mark.parametrize("form", ["chatml", "mistral"])
 @pytest.mark.parametrize("rule", ["right", "drop_turns", "drop"])
-def test_conversations_that_are_too_long_are_cut_lose_turns_or_are_left_out(
-    bpe: Tokenizer, tmp_path: Path, rule: str, form: str
-):
+def test_conversations_that_are_too_long_are_cut_lose_turns_or_are_left_out(bpe, tmp_path: Path, rule: str, form: str):
     tokenizer = bpe if form == "chatml" else ours(form)
     long = {"role": "assistant", "content": "<think>\n" + "capital " * 200 + "\n</think>\n\nParis."}
     talks = [[*THOUGHTFUL[:2], PLAIN[0], long, *THOUGHTFUL[2:]], PLAIN[:2]]

@@ -15,7 +15,6 @@ from affinage.generation.engine import Detokenizer, Engine, generate, token_logp
 from affinage.generation.sampling import SamplingParams
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
-from affinage.model.layers import attention, block
 from tiny_models import CONTEXT, full_logits, tiny_llama, tokenizer
 
 PROMPTS = [[2, 50, 60, 70], [2], [2, *range(30, 61)], [2, 99, 98, 97, 96, 95]]
@@ -86,25 +85,6 @@ def test_what_is_compiled_for_accelerators_generates_the_same(platform, layers, 
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     results = generate(model, prompts, SamplingParams(8, ignore_eos=True), max_num_seqs=2)
     assert [result.tokens for result in results] == expected
-
-
-def test_attention_reads_the_cache_where_it_holds_something(monkeypatch):
-    """A prompt from its beginning is computed as in training, by the platform's kernel; what follows is not."""
-    found = []
-
-    def choose(*about, only_xla, **more):
-        found.append((about[-1], only_xla))
-        return attention.choose(*about, only_xla=only_xla, **more)
-
-    monkeypatch.setattr(block, "choose", choose)
-    engine = Engine(tiny_llama(layers=3), max_num_seqs=1, enable_prefix_caching=True)
-    prompt = [2, *range(300, 320)]
-    texts = {}
-    for tokens in (prompt, [*prompt, 40], [*prompt, *range(320, 390)]):
-        texts[tuple(tokens)] = "".join(engine.stream(tokens, SamplingParams(4, ignore_eos=True)))
-    assert found == [(64, False), (1, True), (64, True), (CONTEXT, True)]
-    for tokens, text in texts.items():
-        assert text == engine.model.tokenizer.decode(slow_greedy(engine.model, tokens, 4))
 
 
 def test_generation_never_leaves_the_context():

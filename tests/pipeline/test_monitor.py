@@ -234,9 +234,7 @@ def test_fine_tuning_ends_where_a_benchmark_falls_with_the_model_of_the_last_goo
     assert found["habit/sft"] == found["habit/pretrain"] != found["habit/sft@40"]
 
 
-def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(
-    habit: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(habit, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("affinage.evaluation.scoring.rows_that_fit", lambda *_, **__: 1)
     loaded = load_recipe(TINY, habit.settings)
     context = StepContext(loaded, tmp_path, {"train-tokenizer": habit.runs / "habit/train-tokenizer"}, tmp_path)

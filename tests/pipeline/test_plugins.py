@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from affinage.cli.watch import places
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, init_params, parse
@@ -119,11 +118,3 @@ def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(writt
     assert caught.value.where == "--set export" and "`export: null`" in caught.value.fix
     stages = [stage.name for stage in build_steps(load_recipe(written / f"{name}.yaml"))]
     assert "pretrain" in stages and "export" not in stages
-
-
-def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
-    monkeypatch.chdir(written)
-    runner = PipelineRunner(loaded := load_recipe("my_recipe.yaml"), Path("runs"), build_steps(loaded))
-    assert places(runner, ["sft", "dpo"])["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
-    Path("with_my_nodes").mkdir()
-    assert places(runner, ["sft", "dpo"])["next"].endswith("affinage chat runs/with_my_nodes")

@@ -125,13 +125,3 @@ def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
     items = f"data.decontaminate={{benchmark_files: ['{tmp_path / 'items.txt'}'], benchmarks: false, n_grams: 5}}"
     run("run", *tiny_run.WORDS, "--until", "decontaminate", "--runs", own_runs, settings=["name=more", items])
     check(own_runs / "more", ["decontaminate"])
-
-
-def test_a_changed_result_is_another_one_and_the_time_it_took_is_not(tmp_path: Path):
-    def result(**lines: Any) -> tuple[str, float]:
-        (tmp_path / "metrics.jsonl").write_text(json.dumps(lines))
-        return made(tmp_path)
-
-    noted = result(step=1, loss=2.5, seconds=1.0)
-    assert result(step=1, loss=2.5, seconds=9.0) == noted
-    assert result(step=2, loss=2.5, seconds=1.0)[0] != noted[0] and result(step=1, loss=2.6, seconds=1.0) != noted

@@ -217,16 +217,7 @@ def test_changed_user_files_are_noticed(load, tmp_path):
 def test_sections_left_out_have_no_stages(load):
     road = build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
     names = [stage.name for stage in road]
-    assert names == [
-        "ingest",
-        "filter",
-        "dedup",
-        "split",
-        "train-tokenizer",
-        "tokenize",
-        "pretrain",
-        "report",
-    ]
+    assert names == ["ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "pretrain", "report"]
     assert "dedup" not in [stage.name for stage in build_steps(load("data.dedup=null"))]
     assert build_steps(load("data=null")) == []
 

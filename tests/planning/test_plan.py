@@ -105,12 +105,6 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token(monkeypat
     assert keys == sorted(keys) and len(plans) == 4 and refused.name == "v4-4096"
 
 
-def test_slices_that_are_left_out_are_counted_with_the_setting_that_lets_them_in(affinage, monkeypatch):
-    monkeypatch.setattr("affinage.planning.plan.COMPARED", ("v4-8", "v4-16", "h100x8"))
-    status, out, _ = affinage("plan", SMALL, "--which", "--set", "mesh={fsdp: 4}")
-    assert status == 0 and "Left out: 2 of 3" in out and "v4-16, h100x8" in out and "--set mesh.data=auto" in out
-
-
 def test_the_verb_prints_and_speaks_json(affinage):
     status, out, _ = affinage("plan", SMALL, "--on", "v4-8", "--json")
     answer = json.loads(out)

@@ -35,9 +35,7 @@ def run(runs: Path, remote: str, *words: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secret(
-    tmp_path: Path, url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secret(tmp_path, url, capfd, monkeypatch):
     save = CheckpointStore.save
 
     def saved_and_copied(store: CheckpointStore, step: int, *given: object) -> None:

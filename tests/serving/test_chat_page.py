@@ -53,9 +53,7 @@ def hold_after_the_first_text(monkeypatch: pytest.MonkeyPatch) -> threading.Even
     return go_on
 
 
-def test_a_message_is_answered_as_it_is_written_and_the_history_goes_with_the_next(
-    chromium: Browser, served: Running, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_message_is_answered_as_it_is_written_and_the_history_goes_with_the_next(chromium, served, monkeypatch):
     go_on = hold_after_the_first_text(monkeypatch)
     opened(chromium, served)
     chromium.wait_for("document.title === 'tiny · affinage'")

@@ -201,9 +201,7 @@ def test_without_a_token_no_other_name_of_this_machine_is_answered():
             ask(f"{served.url}/v1/models", Host="rebound.example:80")
 
 
-def test_an_error_of_the_device_is_not_shown_and_the_next_request_is_answered(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_of_the_device_is_not_shown_and_the_next_request_is_answered(client: openai.OpenAI, monkeypatch):
     def fail(*_args: object) -> None:
         monkeypatch.undo()
         raise RuntimeError("out of memory")
@@ -217,9 +215,7 @@ def test_an_error_of_the_device_is_not_shown_and_the_next_request_is_answered(
     assert again.choices[0].message.content == expected(chat_prompt(MESSAGES), 2)[0].text
 
 
-def test_a_full_queue_says_when_to_come_again_and_a_client_that_leaves_frees_its_place(
-    served: Running, client: openai.OpenAI
-):
+def test_a_full_queue_says_when_to_come_again_and_a_client_that_leaves_frees_its_place(served: Running, client):
     body = json.dumps({"messages": MESSAGES, "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

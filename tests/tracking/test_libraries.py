@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -84,12 +83,3 @@ def test_no_key_is_in_anything_that_was_written(runs: Path):
     files = [path for path in runs.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert not [path for path in files if b"a" * 40 in path.read_bytes()]
-
-
-def test_an_mlflow_server_that_refuses_is_told_of_while_the_training_goes_on(tmp_path: Path):
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
-        uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        [make] = trackers_of({"mlflow": {"uri": uri}}).values()
-        with pytest.raises(Exception, match="Connection refused"):
-            make().start(TrackedRun("tiny"))

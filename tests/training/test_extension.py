@@ -86,9 +86,7 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is extended with another", "ignore:coroutine .* was never awaited")
-def test_what_an_extension_may_not_change_is_refused_by_name(
-    rows: Path, first: Path, tmp_path: Path, changes: dict, step: int, named: str
-):
+def test_what_an_extension_may_not_change_is_refused_by_name(rows, first, tmp_path, changes, step: int, named: str):
     given = {"steps": STEPS, "mixture": None, **changes}
     steps, mixture = given.pop("steps"), given.pop("mixture")
     refused = job(tmp_path, rows, steps, FIRST, mixture, extends=(first, step), **given)

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from affinage.errors import UserError
 from affinage.training import metrics, train
-from affinage.training.metrics import ACCOUNTS, ConsoleWriter, GoodputTimer, step_line
+from affinage.training.metrics import ACCOUNTS, GoodputTimer, step_line
 
 TRACED = "import sys, tiny; from pathlib import Path; from affinage.training import train; "
 TRACED += "train(tiny.job(Path(sys.argv[1]), profile='4-5'))"
@@ -46,14 +46,6 @@ def test_a_line_has_the_speed_and_the_time_left():
     line = step_line({**ROW, "tokens": 640, "tokens_per_second": 32.0, "mfu": 0.25}, steps=100)
     assert "32 tok/s" in line and "25" in line
     assert "ETA 3 min 00 s" in line  # 90 steps of 64 at 32 a second
-
-
-def test_a_short_training_has_lines_between_its_first_and_its_last(capsys: pytest.CaptureFixture[str]):
-    with ConsoleWriter("pretrain", 120, 0) as display:
-        for step in (1, *range(10, 121, 10)):
-            display.training({**ROW, "step": step, "tokens": 64 * step, "tokens_per_second": 32.0})
-    steps = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
-    assert steps == ["1/120", "30/120", "60/120", "90/120", "120/120"]
 
 
 def test_accounts_inside_of_others_are_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
