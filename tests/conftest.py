@@ -13,6 +13,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -106,6 +107,15 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]
 
     with warm_python.serving(tmp_path_factory.mktemp("warm")) as python:
         yield python
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A browser: see its module."""
+    import browser
+
+    with browser.browser() as one:
+        yield one
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,6 @@ import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.metadata import compare
 from affinage.cluster.launch import WorkerGroup, cpu_devices, start_processes, supervise
-from curves import curve
 
 DEVICES = 4  # of all processes together
 BEFORE_STEPS = ("start", "first batch", "compilation", "restore")  # phases in which there is nothing to save
@@ -81,7 +80,7 @@ def ended_alike(one: Path, other: Path, step: int) -> bool:
     first, second = (CheckpointStore(folder / "checkpoints").metadata(step) for folder in (one, other))
     found = compare(first, second)["arrays"]
     same = bool(found["same"]) and not found["different"] and not found["only"]
-    return same and curve(one) == curve(other) and len(curve(one)) > 1
+    return same and tiny.curve(one) == tiny.curve(other) and len(tiny.curve(one)) > 1
 
 
 def _made(folder: Path, start: int, process: int) -> Path:

@@ -10,7 +10,7 @@ from running_server import TOKEN, Running, running
 from affinage.data.chat import encode_prompt
 from affinage.generation.engine import Engine, generate
 from affinage.generation.sampling import SamplingParams
-from browser import EXECUTABLE, Browser, browser
+from browser import EXECUTABLE, Browser
 from tiny_models import tiny_llama
 
 pytestmark = [
@@ -25,12 +25,6 @@ IDLE = "!document.getElementById('send').hidden"
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
     with running(TOKEN) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as one:
         yield one
 
 

@@ -15,7 +15,6 @@ from affinage.training import TrainJob, train
 from affinage.training.checkpointing import Checkpointer
 from affinage.training.metrics import GoodputTimer
 from affinage.training.watchdog import PreemptionGuard, Watchdog
-from curves import curve
 from token_rows import write_tokens
 
 BORDER, STEPS = 10, 16
@@ -71,7 +70,7 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
         train(replace(extension, on_step=(tiny.fails_at(12),)))  # before anything was saved
     summary = train(extension)
     assert tiny.saved_bits(tmp_path / "more", STEPS) == tiny.saved_bits(tmp_path / "one", STEPS)
-    assert curve(tmp_path / "more") == curve(tmp_path / "one")
+    assert tiny.curve(tmp_path / "more") == tiny.curve(tmp_path / "one")
     assert summary["steps"] == STEPS and summary["resumed_at"] == [BORDER]
     assert files_of(first) == before
 

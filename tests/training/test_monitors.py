@@ -12,7 +12,6 @@ from affinage.checkpoint import CheckpointStore
 from affinage.errors import Preempted
 from affinage.training import train
 from affinage.training.state import TrainState
-from curves import curve
 
 BATCHES, LAST = 5, 4
 
@@ -66,5 +65,5 @@ def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: i
     ended = trained(tmp_path, again, lambda step, _: steps.append(step))
     assert again.made == list(range(at, LAST + 1, 2)) and steps == list(range(at + 1, LAST + 1))
     assert (ended["steps"], ended["ended"]) == (LAST, "monitor")
-    assert curve(tmp_path) == curve(whole)
+    assert tiny.curve(tmp_path) == tiny.curve(whole)
     assert tiny.saved_bits(tmp_path, LAST, "params") == tiny.saved_bits(whole, LAST, "params")

@@ -22,7 +22,6 @@ from affinage.training.checkpointing import identity
 from affinage.training.metrics import ACCOUNTS
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
-from curves import curve
 
 STEPS = 6
 LORA = {"lora": {"r": 4, "target_modules": ["query", "down"]}}
@@ -59,7 +58,7 @@ def test_stopped_and_started_again_it_ends_with_the_same_bits(tmp_path: Path, ki
         train(of_kind(kind, cut, tiny.stops_at(5)))
     summary = train(of_kind(kind, cut))
     assert summary["resumed_at"] == [2, 5]
-    assert curve(cut) == curve(tmp_path / "whole")
+    assert tiny.curve(cut) == tiny.curve(tmp_path / "whole")
     assert tiny.saved_bits(cut, STEPS) == tiny.saved_bits(tmp_path / "whole", STEPS)
 
 
