@@ -6,11 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from template_forms import ANSWERS, PIECES, PLAIN, SOURCES, SYSTEM, ours, with_template
+from template_forms import PIECES, PLAIN, ours, with_template
 
 from affinage.data.chat import ChatTemplate, chat_template, encode_conversation, encode_prompt
 from affinage.data.special_tokens import IM_END
-from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 
 TALK = [
@@ -47,16 +46,6 @@ def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained
 
 
 # ---- what a chat template may do: see test_loss_mask for what is trained in it
-
-
-def test_our_own_tokenizer_writes_in_any_template(bpe: Tokenizer):
-    tokenizer = Tokenizer(bpe.folder)
-    tokenizer.use_template(SOURCES["zephyr"])
-    ids, trained = encode_conversation(PLAIN[:2], tokenizer, "Be brief.")
-    said = [token for token, t in zip(ids, trained, strict=True) if t]
-    assert tokenizer.decode(said, keep_special=True).lstrip("\n") == ANSWERS[0] + "<|im_end|>"
-    text = tokenizer.template.render([SYSTEM, *PLAIN[:2]])
-    assert tokenizer.decode(ids, keep_special=True) == text and text.startswith("<|system|>\nBe brief.<|im_end|>")
 
 
 @pytest.mark.parametrize("form", ["qwen3", "mistral"])  # byte-level BPE, and byte fallback

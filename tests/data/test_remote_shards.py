@@ -1,7 +1,6 @@
 """Rows that are written to and read from elsewhere; writers that were interrupted resume."""
 
 import itertools
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,9 +20,9 @@ URL = "memory://bucket/rows"
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the object store in memory holds, what was read and written, and what fails."""
-    store = SimpleNamespace(files=MemoryFileSystem.store, read=[], written=Counter(), failing="", failures=iter(()))
-    read, write = MemoryFileSystem.cat_file, MemoryFileSystem.pipe_file
+    """What the object store in memory holds, what was read, and what fails."""
+    store = SimpleNamespace(files=MemoryFileSystem.store, read=[], failures=iter(()))
+    read = MemoryFileSystem.cat_file
     store.files.clear()
 
     def cat_file(filesystem, path, start=None, end=None, **others):
@@ -32,14 +31,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise ConnectionResetError("the network is gone")
         return read(filesystem, path, start, end, **others)
 
-    def pipe_file(filesystem, path, *arguments, **others):
-        if store.failing and store.failing in path:
-            raise ConnectionResetError("the network is gone")
-        store.written[path] += 1
-        return write(filesystem, path, *arguments, **others)
-
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
     monkeypatch.setattr(executor, "PAUSES", (0.0, 0.0))
     return store
 
@@ -85,15 +77,6 @@ def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_neve
     refused(UserError, lambda: feed.batch(0))
     store.files.update(files)
     assert feed.batch(0)["tokens"].shape == (4, 32)  # it can be tried again
-
-
-def test_after_a_failed_upload_only_the_rest_is_written(store, split_folder: Path, bpe: Tokenizer, tmp_path: Path):
-    for store.failing in ("tales.en/tokens-00001", ""):
-        try:
-            packed(split_folder, bpe, tmp_path / "rows", URL)
-        except TransientError as error:
-            assert store.failing and error.fix
-    assert [count for name, count in store.written.items() if name.endswith(".npy")] == [1] * 8
 
 
 def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(split_folder, bpe: Tokenizer, tmp_path: Path):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import tiny_graphs
 from affinage.errors import UserError
-from affinage.model import Graph, abstract_params, apply, logical_axes, parse
+from affinage.model import abstract_params, apply, logical_axes, parse
 from affinage.model.apply_config import ApplyConfig
 from affinage.parallel import MeshLayout, make_mesh, serving_layout
 from affinage.parallel.sharding import AXES, across_slices
@@ -114,32 +114,17 @@ def test_a_mesh_over_two_slices_of_tpus_is_cut_between_them():
         assert {device.slice_index for device in stage.flat} == {part}
 
 
-UNEQUAL = (("early", {"data": 2}), ("loss", {"data": 1}))
-
-
-def graph(*, tied: bool = False) -> Graph:
-    """Two layers that differ, the first with dropout."""
-    nodes = meshes.graph("dense", 1).to_dict()["nodes"]
-    early = nodes["blocks"] | {"dropout": 0.1, "ffn": {"kind": "swiglu", "width": 48}}
-    changed = {"early": early, "blocks": nodes["blocks"] | {"in": "early"}}
-    changed["logits"] = nodes["logits"] | {"tied": "embed" if tied else False}
-    return parse({"inputs": ["tokens"], "nodes": nodes | changed})
-
-
-def grouped(model: Graph, *ends: tuple[str, dict[str, int]]) -> GroupedTraining:
-    """Groups of as many devices as their meshes have, one after the other."""
-    devices, groups = list(jax.devices()), []
-    for until, sizes in ends:
-        groups.append(Group(until, make_mesh(sizes, devices[: max(sizes.values())])))
-        devices = devices[max(sizes.values()) :]
-    trained = meshes.program(model, {"data": 1}, micro_batches=2, parallel={}).job.settings
-    return GroupedTraining(model, trained, groups, seed=3)
-
-
 @pytest.mark.full
-def test_steps_equal_those_of_one_program_and_a_sick_one_is_left_out_by_every_stage():
-    two = grouped(graph(), *UNEQUAL)
-    states, expected = two.begin(), meshes.on_one_device(graph(), 2)
+def test_steps_of_stages_of_unequal_shape_equal_those_of_one_program_and_a_sick_one_is_left_out_by_every_stage():
+    """Two layers that differ, the first with dropout, on two devices and on one."""
+    nodes, devices = meshes.graph("dense", 1).to_dict()["nodes"], jax.devices()
+    early = nodes["blocks"] | {"dropout": 0.1, "ffn": {"kind": "swiglu", "width": 48}}
+    nodes |= {"early": early, "blocks": nodes["blocks"] | {"in": "early"}}
+    model = parse({"inputs": ["tokens"], "nodes": nodes})
+    ends = ("early", make_mesh({"data": 2}, devices[:2])), ("loss", make_mesh({"data": 1}, devices[2:3]))
+    settings = meshes.program(model, {"data": 1}, micro_batches=2, parallel={}).job.settings
+    two = GroupedTraining(model, settings, [Group(*end) for end in ends], seed=3)
+    states, expected = two.begin(), meshes.on_one_device(model, 2)
     for number in range(2):
         states, found = two.step(states, meshes.Feed().batch(number))
         for name, values in expected.items():
@@ -153,13 +138,3 @@ def test_steps_equal_those_of_one_program_and_a_sick_one_is_left_out_by_every_st
     assert float(metrics["skipped"]) == 1
     for old, new in zip(before, after, strict=True):
         jax.tree.map(np.testing.assert_array_equal, old, jax.device_get(new.params))
-
-
-@pytest.mark.parametrize(
-    ("ends", "tied", "named"),
-    [([("early", {"data": 2}), ("logits", {"data": 2})], False, "graph"), (UNEQUAL, True, "weights")],
-    ids=["no loss", "tied"],
-)
-def test_what_is_no_cut_is_refused(ends: list, tied: bool, named: str):
-    with pytest.raises(UserError, match=named):
-        grouped(graph(tied=tied), *ends)

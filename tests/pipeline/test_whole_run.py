@@ -65,19 +65,6 @@ def test_documents_are_counted_through_the_data_steps(tiny_runs: Path):
     assert tokenizer["vocabulary"] == 512 and tokenizer["round_trip"]["exact"] == tokenizer["round_trip"]["documents"]
 
 
-LOGGED = {"pretrain": ([1, 5, 10, 15, 20], [10, 20]), "sft": ([1, 2, 3, 4, 5], [5]), "dpo": ([1, 2, 3, 4], [2, 4])}
-
-
-@pytest.mark.parametrize("training", LOGGED)
-def test_a_training_logs_its_loss_and_learns(tiny_runs: Path, training: str):
-    rows, facts, (logged, validated) = metrics(tiny_runs, training), summary(tiny_runs, training), LOGGED[training]
-    assert [row["step"] for row in rows] == logged
-    assert [row["step"] for row in metrics(tiny_runs, training, "validation")] == validated
-    assert facts["steps"] == logged[-1]
-    assert facts["final_loss"] == rows[-1]["loss"] < rows[0]["loss"] == facts["first_loss"]
-    assert (tiny_runs / "tiny" / training / "checkpoints" / str(logged[-1])).is_dir()
-
-
 def test_preferences_begin_undecided_and_log_their_rewards(tiny_runs: Path):
     rows = metrics(tiny_runs, "dpo")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # the model is its own reference

@@ -114,12 +114,6 @@ def test_the_verb_prints_and_speaks_json(affinage):
     assert status == 0 and "estimate: fits" in out and "tokens/s" in out and "remat: none" in out
 
 
-def test_the_published_recipe_is_planned_on_the_slice_it_claims(affinage):
-    status, out, _ = affinage("plan", "julian-600m-as-published")
-    assert status == 0
-    assert "on v4-32" in out and "Claims that cannot be true" in out and "629.1B tokens, not 39B" in out
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
