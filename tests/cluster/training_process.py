@@ -3,8 +3,8 @@
     python -m training_process JOB
 
 is one of the processes. JOB is JSON: `folder`, `steps`, `settings`, `runtime`, `nonfinite` (steps whose last row has a
-loss that is not finite), and of this start its number, `start`, and `hurt`: a process, where it hurts itself (after a
-step, or in a phase), and a signal's number, or 0 if it sleeps.
+loss that is not finite), `pause` (seconds after each step), and of this start its number, `start`, and `hurt`: a
+process, where it hurts itself (after a step, or in a phase), and a signal's number, or 0 if it sleeps.
 """
 
 import json
@@ -123,7 +123,7 @@ def main(job: dict) -> None:
         def on_step(step: int, state: object) -> None:
             with _made(folder, job["start"], processes.index).open("a") as file:
                 print(step, file=file)
-            time.sleep(0.005)
+            time.sleep(job.get("pause", 0.005))
             if (processes.index, step) == (process, place):
                 os.kill(os.getpid(), number) if number else time.sleep(3600)
 
