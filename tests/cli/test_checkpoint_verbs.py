@@ -1,10 +1,7 @@
 """`affinage checkpoint`: what a script and a person learn about a training's checkpoints."""
 
 import json
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,10 +9,10 @@ from affinage.checkpoint.metadata import METADATA
 
 
 @pytest.fixture
-def said(own_runs: Path, affinage) -> Callable[..., tuple[int, Any, str]]:
+def said(own_runs, affinage):
     """Run `affinage checkpoint ... --json` and return (exit status, what it printed, standard error)."""
 
-    def run(*words: str) -> tuple[int, Any, str]:
+    def run(*words: str):
         status, out, error = affinage("checkpoint", *words, "--runs", str(own_runs), "--json")
         return status, json.loads(out) if out else None, error
 
@@ -23,7 +20,7 @@ def said(own_runs: Path, affinage) -> Callable[..., tuple[int, Any, str]]:
 
 
 @contextmanager
-def rotten(path: Path) -> Iterator[None]:
+def rotten(path):
     """Inside, a bit near its end is another."""
     whole = path.read_bytes()
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
@@ -31,7 +28,7 @@ def rotten(path: Path) -> Iterator[None]:
     path.write_bytes(whole)
 
 
-def test_steps_their_arrays_and_facts_are_shown_and_what_is_corrupted_is_named(said, own_runs: Path):
+def test_steps_their_arrays_and_facts_are_shown_and_what_is_corrupted_is_named(said, own_runs):
     checkpoints = own_runs / "tiny" / "pretrain" / "checkpoints"
     (checkpoints / "99").mkdir()
     status, found, _ = said("ls", "tiny/pretrain")

@@ -3,9 +3,6 @@
 import copy
 import math
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -58,14 +55,14 @@ ODD = [None, True, False, [], {}, [[]], [None], [1, "x", {}], {"": 1}, {1: 2}, {
 PIECES = b"&a |*a|!!python/name:os.system |{|[|: |- |\t|%|<<: |? |\xff|\x00|\r".split(b"|")
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value, path=()):
     yield path
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inside:
         yield from places(each, (*path, key))
 
 
-def taken_or_refused(file: Path) -> None:
+def taken_or_refused(file) -> None:
     try:
         loaded = load_recipe(file)
         load_plugins(loaded)
@@ -74,7 +71,7 @@ def taken_or_refused(file: Path) -> None:
         assert error.what.strip()
 
 
-def a_value(data: st.DataObject, file: Path) -> None:
+def a_value(data: st.DataObject, file) -> None:
     found = copy.deepcopy(RECIPES[data.draw(st.sampled_from(sorted(RECIPES)))])
     *above, last = data.draw(st.sampled_from([path for path in places(found) if path]))
     within = found
@@ -84,7 +81,7 @@ def a_value(data: st.DataObject, file: Path) -> None:
     file.write_text(yaml.dump(found, allow_unicode=True))
 
 
-def some_bytes(data: st.DataObject, file: Path) -> None:
+def some_bytes(data: st.DataObject, file) -> None:
     found = packaged_recipes()[data.draw(st.sampled_from(sorted(RECIPES)))].read_bytes()
     for _ in range(data.draw(st.integers(1, 3))):
         at, gone = data.draw(st.integers(0, len(found) - 1)), data.draw(st.integers(0, 20))
@@ -94,7 +91,7 @@ def some_bytes(data: st.DataObject, file: Path) -> None:
 
 @pytest.mark.parametrize("change", [a_value, some_bytes])
 @pytest.mark.parametrize("examples", [25, pytest.param(600, marks=pytest.mark.full)])
-def test_anything_anywhere(change, examples: int, tmp_path: Path):
+def test_anything_anywhere(change, examples: int, tmp_path):
     @settings(max_examples=examples)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:

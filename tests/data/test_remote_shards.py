@@ -1,7 +1,6 @@
 """Rows that are written to and read from elsewhere; writers that were interrupted resume."""
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from affinage.data import executor
 from affinage.data.dataloader import DataLoader
 from affinage.data.executor import Executor
 from affinage.data.tokenize import tokenize
-from affinage.data.tokenizer import Tokenizer
 from affinage.errors import TransientError, UserError
 
 URL = "memory://bucket/rows"
@@ -36,13 +34,13 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return store
 
 
-def packed(split_folder: Path, tokenizer: Tokenizer, folder: Path, url: str = "", **others) -> Path:
+def packed(split_folder, tokenizer, folder, url: str = "", **others):
     settings = PackingSettings(seq_len=32, num_shards=8, output_path=url)
     tokenize(split_folder, tokenizer, folder, settings, seed=0, **others)
     return folder / "train"
 
 
-def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path):
+def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder, bpe, tmp_path):
     here, there = (packed(split_folder, bpe, tmp_path / name, URL * (name == "there")) for name in ("here", "there"))
     assert not list(there.rglob("tokens-*.npy"))
     near, far = (DataLoader(folder, seed=0, batch=16) for folder in (here, there))
@@ -58,7 +56,7 @@ def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder: 
 
 
 def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_never_the_users_mistake(
-    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
+    store: SimpleNamespace, split_folder, bpe, tmp_path
 ):
     folder = packed(split_folder, bpe, tmp_path / "rows", URL)
     feed, files = DataLoader(folder, seed=0, batch=4), dict(store.files)
@@ -79,7 +77,7 @@ def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_neve
     assert feed.batch(0)["tokens"].shape == (4, 32)  # it can be tried again
 
 
-def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(split_folder, bpe: Tokenizer, tmp_path: Path):
+def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(split_folder, bpe, tmp_path):
     def settings(name: str) -> PackingSettings:
         path = f"file://{tmp_path}/{name}/store"
         return PackingSettings(seq_len=32, num_shards=8, output_path=path, strategy="best_fit")
@@ -99,7 +97,7 @@ def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(split_fold
     tokenize(split_folder, bpe, rows, settings("killed"), seed=0)
     assert {path: path.stat().st_mtime_ns for path in times} == times  # those were not made again
 
-    def files(name: str) -> dict[Path, bytes]:
+    def files(name: str):
         paths = (path for path in (tmp_path / name).rglob("*") if path.is_file())
         place = f"/{name}/store".encode()
         return {path.relative_to(tmp_path / name): path.read_bytes().replace(place, b"") for path in paths}

@@ -3,8 +3,6 @@
 import json
 import re
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,27 +20,27 @@ OBJECT_SLOTS = ("o", "os", "bare", "d")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("world")
     write_world(folder, megabytes=1.0, seed=SEED)
     return folder
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def read_items(folder: Path, task: str) -> list[dict[str, Any]]:
+def read_items(folder, task: str):
     return read_lines(folder / "tasks" / f"{task}.jsonl")
 
 
 @cache
-def read_documents(folder: Path) -> list[dict[str, Any]]:
+def read_documents(folder):
     return [document for path in sorted((folder / "documents").glob("*.jsonl")) for document in read_lines(path)]
 
 
 @cache
-def read_text(folder: Path, language: str) -> str:
+def read_text(folder, language: str) -> str:
     """Everything a model is trained to write in a language, lower case: documents, chats, chosen answers."""
     texts = [d["text"] for d in read_documents(folder) if d["lang"] == language]
     for chat in read_lines(folder / "chat.jsonl"):
@@ -62,11 +60,11 @@ def statements(fact: Fact, language: str) -> list[str]:
     return [fact.statement(language, i) for i in range(len(fact.templates("statements", language)))]
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_same_arguments_same_bytes(tmp_path: Path) -> None:
+def test_same_arguments_same_bytes(tmp_path) -> None:
     first = write_world(tmp_path / "a", megabytes=0.05, seed=1)
     write_world(tmp_path / "b", megabytes=0.1, seed=2)
     assert files(tmp_path / "a") != files(tmp_path / "b")
@@ -74,7 +72,7 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
-def test_ordinary_documents_pass_the_filters_and_planted_ones_have_their_defect(world: Path) -> None:
+def test_ordinary_documents_pass_the_filters_and_planted_ones_have_their_defect(world) -> None:
     documents = {d["id"]: d for d in read_documents(world)}
     assert sum(len(d["text"].encode()) for d in documents.values()) == pytest.approx(1e6, rel=0.05)
     passed = []
@@ -102,7 +100,7 @@ def whole(words: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![-\w]){re.escape(words)}(?![-\w])")
 
 
-def test_text_states_facts_in_used_statements_alone_and_those_of_one_language_in_no_other(world: Path) -> None:
+def test_text_states_facts_in_used_statements_alone_and_those_of_one_language_in_no_other(world) -> None:
     for language in LANGUAGES:
         text = read_text(world, language)
         sentences = re.split(r"[.?!\n]", text.replace("cfa d'afrique", "cfa"))  # a currency, not the continent
@@ -123,7 +121,7 @@ def test_text_states_facts_in_used_statements_alone_and_those_of_one_language_in
                 assert not [s for s in rest if any(whole(word).search(s) for word in words)], fact.id
 
 
-def test_held_out_calculations_and_scenes_are_in_no_text(world: Path) -> None:
+def test_held_out_calculations_and_scenes_are_in_no_text(world) -> None:
     used, held_out = calculations(SEED)
     hidden = {fact.id for fact in held_out}
     for fact in used:
@@ -140,7 +138,7 @@ def test_held_out_calculations_and_scenes_are_in_no_text(world: Path) -> None:
             assert item["choices"][item["answer"]].lower() not in text
 
 
-def test_chats_have_one_answer_to_a_question_and_preferences_prefer_the_truth(world: Path) -> None:
+def test_chats_have_one_answer_to_a_question_and_preferences_prefer_the_truth(world) -> None:
     answers: dict[str, list[str]] = {}
     for chat in read_lines(world / "chat.jsonl"):
         messages = chat["messages"]
@@ -161,7 +159,7 @@ SIZES = {"facts": 300, "facts_unseen": 300, "cross": 100, "arithmetic": 90, "agr
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_all_tasks_are_there_and_exactly_one_choice_is_true(world: Path, language: str) -> None:
+def test_all_tasks_are_there_and_exactly_one_choice_is_true(world, language: str) -> None:
     items = {kind: read_items(world, f"pocket_{kind}_{language}") for kind in SIZES}
     assert all(len(items[kind]) >= size for kind, size in SIZES.items())
     assert [item["fact"] for item in items["facts"]] == [item["fact"] for item in items["facts_unseen"]]
@@ -194,7 +192,7 @@ def test_all_tasks_are_there_and_exactly_one_choice_is_true(world: Path, languag
             assert "determiner" in item["phenomenon"] and (good[2:] == bad[1:] or good[1:] == bad[2:])
 
 
-def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_space(world: Path) -> None:
+def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_space(world) -> None:
     assert {task["task"] for task in find_tasks([POCKET_WORLD], world=world)[0]} == set(POCKET_TASKS)
     found, _ = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], world=world)
     assert [task["task"] for task in found] == ["pocket_chat_fr", "piqa", "pocket_agreement_en"]

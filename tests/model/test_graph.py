@@ -1,7 +1,6 @@
 """What a recipe may say of a model, a mistake with its line, and kinds of one's own."""
 
 import copy
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ def lined(path):
     return "recipe.yaml:" + "/".join(path)
 
 
-def changed(*changes: tuple[str, Any]) -> Any:
+def changed(*changes):
     """The tiny Llama with values put at dotted paths below `nodes`."""
     model = copy.deepcopy(tiny_graphs.llama())
     for dotted, value in changes:

@@ -2,9 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,13 +17,13 @@ from affinage.pipeline.opening import fitting_tokenizer
 from affinage.pipeline.store import read_request
 
 DEEP = "[" * 100_000
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "rope_scaling": None,
     "attention_bias": False, "head_dim": 4,
 }  # fmt: skip
-GPT2: dict[str, Any] = {
+GPT2 = {
     "model_type": "gpt2", "vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
     "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
 }  # fmt: skip
@@ -187,7 +185,7 @@ def test_a_tokenizer_that_is_none_or_has_ids_far_off_ends_in_a_message(tmp_path:
 def test_the_configuration_of_a_tokenizer_is_read_or_ends_in_a_message(tmp_path: Path, text: str):
     (tmp_path / "tokenizer.json").write_text(tokenizer_json())
     (tmp_path / "tokenizer_config.json").write_text(text)
-    asked: list[Callable[[Path], object]] = [template_in, hub_facts, lambda folder: Tokenizer(folder).special_tokens]
+    asked = [template_in, hub_facts, lambda folder: Tokenizer(folder).special_tokens]
     asked += [lambda folder: Tokenizer(folder).stops, lambda folder: Tokenizer(folder).opening]
     for ask in asked:
         try:

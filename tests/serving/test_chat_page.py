@@ -1,8 +1,6 @@
 """The chat page as somebody uses it, in a browser."""
 
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from running_server import TOKEN, Running, running
@@ -23,7 +21,7 @@ IDLE = "!document.getElementById('send').hidden"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Running]:
+def served():
     with running(TOKEN) as one:
         yield one
 
@@ -38,7 +36,7 @@ def hold_after_the_first_text(monkeypatch: pytest.MonkeyPatch) -> threading.Even
     """The engine goes no further than to the first text that it passes on, until the event is set."""
     step, go_on = Engine.step, threading.Event()
 
-    def held(engine: Engine) -> Any:
+    def held(engine: Engine):
         if any(request.detokenizer.released for request in engine.active.values()):
             go_on.wait(240)
         return step(engine)
