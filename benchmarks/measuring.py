@@ -85,7 +85,7 @@ def random_llama(folder: Path, layers: int, width: int, ffn: int, vocabulary: in
 
 def trainer_of(graph: Any, settings: Any, mesh: dict[str, int | str], batch: Any, parallel: Any = None) -> Any:
     """Return a Trainer on as many of this machine's devices as the mesh names, for its steps alone: it has no feed."""
-    from affinage.config.parallel import ParallelSettings
+    from affinage.config.training import ParallelSettings
     from affinage.hardware.devices import acquire
     from affinage.parallel import make_mesh
     from affinage.training import TrainJob

@@ -21,7 +21,7 @@ from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import prepare
-from affinage.pipeline.build import build_steps, prepare_process
+from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, PlannedStep, ProgressListener
 from affinage.registry import load_plugins
 from affinage.results import Result, read_json_lines
@@ -110,7 +110,7 @@ def run(
         def on_end(self, planned: PlannedStep, result: Result, seconds: float) -> None:
             print(f"{planned.name:<18}{duration(seconds)}", flush=True)
 
-    prepare_process(loaded.recipe)
+    prepare()
     wanted = [until] if isinstance(until, str) else until
     runner = PipelineRunner(loaded, Path(runs), build_steps(loaded), until=wanted)
     with Processes.current.all_at_work():

@@ -1,50 +1,38 @@
 """What the steps of a run report about their results: one model per step, stored as `result.json` beside its files.
 
-The report, the model card, sweeps and the verbs read results through these models. Every field has a default, so that
-results of other versions, or damaged ones, still open: a field that is missing or has another form is None or empty.
+The report, the model card, sweeps and the verbs read results through these models. Results of other versions still
+open: a field that is missing or has another form has its default.
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import platform
-import re
 from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 import affinage
 
 RESULT = "result.json"
 MANIFEST = "manifest.json"  # of a complete result; its last file to be written
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "sentencepiece", "lm-eval")
-_HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs: alone they are no characters
 
 
 class Result(BaseModel):
     """Facts about a result. Facts that no class lists are kept as they are."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, populate_by_name=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _object_or_nothing(cls, value: Any) -> Any:
-        return value if isinstance(value, dict | cls) else {}
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="wrap")
     @classmethod
     def _value_or_default(cls, value: Any, handler: Any, info: Any) -> Any:
         try:
             return handler(value)
-        except ValidationError as error:
-            if isinstance(value, dict | list) and (wrong := {each["loc"][0] for each in error.errors() if each["loc"]}):
-                kept = value.items() if isinstance(value, dict) else enumerate(value)
-                rest = {key: entry for key, entry in kept if key not in wrong}
-                return handler(rest if isinstance(value, dict) else list(rest.values()))
+        except ValidationError:
             return cls.model_fields[info.field_name or ""].get_default()
 
 
@@ -55,7 +43,7 @@ AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 class Size(Result):
-    """How much there is of something; None for what a step does not count."""
+    """How much there is of something, as far as the step counts it."""
 
     documents: int | None = None
     bytes: int | None = None
@@ -63,6 +51,9 @@ class Size(Result):
     rows: int | None = None
     tokens: int | None = None
     trained_tokens: int | None = None
+    words: int | None = None
+    bytes_per_token: float | None = None  # of a language's or a source's text
+    tokens_per_word: float | None = None
     exact: int | None = None  # documents that a tokenizer's round trip leaves unchanged
     total: int | None = None  # parameters
     items: int | None = None  # of a benchmark, those too short to be found, found, and in too many documents
@@ -71,8 +62,8 @@ class Size(Result):
     common: int | None = None
 
 
-class Excerpt(Result):
-    """A text in a document that a step removed: its beginning, or the words that it has in common with a benchmark."""
+class Sample(Result):
+    """A text for people to read: removed by a step, in common with a benchmark, or an item and a model's answer."""
 
     id: str = ""
     source: str = ""
@@ -81,6 +72,13 @@ class Excerpt(Result):
     document: str = ""
     benchmark: str = ""
     item: str = ""
+    prompt: str = ""
+    question: str = ""
+    choices: list[str] = []
+    target: Any = None  # the place of the right choice, or the expected text
+    continuation: str = ""
+    chosen: int | None = None
+    answer: str = ""
 
 
 class DocumentsResult(Result):
@@ -91,40 +89,21 @@ class DocumentsResult(Result):
     bytes_in: int | None = None
     bytes_out: int | None = None
     removed: dict[str, int] = {}
-    samples: dict[str, list[Excerpt]] = {}
+    samples: dict[str, list[Sample]] = {}
     by_language: dict[str, Size] = {}
     by_source: dict[str, Size] = {}
-
-    @property
-    def reasons(self) -> list[tuple[str, int]]:
-        """Why documents were removed and how many, the most frequent reason first."""
-        found = ((reason, count) for reason, count in self.removed.items() if count)
-        return sorted(found, key=lambda each: (-each[1], each[0]))
-
-
-class DecontaminateResult(DocumentsResult):
-    """Documents without items of benchmarks."""
-
-    benchmarks: dict[str, Size] = {}
-    matches: list[Excerpt] = []
-
-
-class SplitResult(DocumentsResult):
-    """Documents to train on, and those that are held out for validation, by `<source>.<language>`."""
-
-    validation: dict[str, Size] = {}
+    benchmarks: dict[str, Size] = {}  # that documents were searched for
+    matches: list[Sample] = []
+    validation: dict[str, Size] = {}  # held out, by `<source>.<language>`
     validation_documents: int = 0
     validation_bytes: int = 0
     without_validation: list[str] = []  # groups with too few documents
 
-
-class Fertility(Result):
-    """How a tokenizer encodes the text of one language or source."""
-
-    bytes_per_token: float | None = None
-    tokens_per_word: float | None = None
-    tokens: int | None = None
-    words: int | None = None
+    @property
+    def reasons(self) -> list[tuple[str, int]]:
+        """Why documents were removed and how many, the most frequent reason first."""
+        found = [each for each in self.removed.items() if each[1]]
+        return sorted(found, key=lambda each: (-each[1], each[0]))
 
 
 class TokenizerResult(Result):
@@ -132,8 +111,8 @@ class TokenizerResult(Result):
 
     vocabulary: int | None = None
     measured_on: str = ""  # "validation" or "train"
-    languages: dict[str, Fertility] = {}
-    sources: dict[str, Fertility] = {}
+    languages: dict[str, Size] = {}
+    sources: dict[str, Size] = {}
     round_trip: Size = Size()
 
 
@@ -217,19 +196,6 @@ class TaskResult(Result):
     num_fewshot: int | None = None
     chat_template: bool = False
     chance: float | None = None
-
-
-class Sample(Result):
-    """A prompt, a question or an item of a benchmark, and what the model answered."""
-
-    prompt: str = ""
-    question: str = ""
-    text: str = ""
-    choices: list[str] = []
-    target: Any = None  # the place of the right choice, or the expected text
-    continuation: str = ""
-    chosen: int | None = None
-    answer: str = ""
 
 
 SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "f1")  # metrics between 0 and 1, higher is better
@@ -316,14 +282,8 @@ class EvaluationResult(Result):
         return [(name == "questions", one.prompt or one.question, one.text) for name, one in found]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """The scores as JSON: task -> metric -> value, stderr, and whether it was asked in the chat template."""
-        return {
-            task: {
-                name: {"value": score.value, "stderr": score.stderr, "in_chat": score.chat_template}
-                for name, score in scores.items()
-            }
-            for task, scores in self.by_task.items()
-        }
+        """The scores as JSON: task -> metric -> the fields of `Score`."""
+        return {task: {name: each._asdict() for name, each in scores.items()} for task, scores in self.by_task.items()}
 
 
 class Verified(Result):
@@ -343,16 +303,10 @@ class ExportResult(Result):
     verified: Verified | None = None
 
 
-DOCUMENT_STEPS: dict[str, type[DocumentsResult]] = {  # the steps from documents to documents, in their order
-    "ingest": DocumentsResult,
-    "filter": DocumentsResult,
-    "dedup": DocumentsResult,
-    "decontaminate": DecontaminateResult,
-    "split": SplitResult,
-}
+DOCUMENT_STEPS = ("ingest", "filter", "dedup", "decontaminate", "split")  # from documents to documents, in their order
 RESULTS: dict[str, type[Result]] = {  # of all steps but the report, in their order
     "synthesize": Result,
-    **DOCUMENT_STEPS,
+    **dict.fromkeys(DOCUMENT_STEPS, DocumentsResult),
     "train-tokenizer": TokenizerResult,
     "tokenize": SequencesResult,
     "pretrain": TrainingResult,
@@ -393,12 +347,6 @@ class Manifest(Result):
         names = list(RESULTS)
         return sum(names.index(self.step) >= names.index(first) for first in _FIRST)
 
-    @property
-    def checksum(self) -> str:
-        """A hash of the hashes of all files; "" without files."""
-        lines = "".join(f"{file.sha256}  {path}\n" for path, file in sorted(self.files.items()))
-        return hashlib.sha256(lines.encode()).hexdigest() if lines else ""
-
 
 def versions() -> dict[str, str]:
     """Versions of affinage, Python and the packages that results may depend on."""
@@ -434,8 +382,6 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-        if "\\ud" in text.lower():
-            value = json.loads(_HALVES.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

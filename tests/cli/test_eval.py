@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.pipeline.eval_results import model_fingerprint, results_folder
-from affinage.pipeline.models import resolve
+from affinage.pipeline.models import resolve, results_folder
 from benchmark_fixtures import write_items
 from choice_task import sums, write_task
 
@@ -55,22 +54,5 @@ def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_
     for name in ("", "README.md", "model.safetensors", "tokenizer.json"):
         if name:
             (model / name).write_text("another")
-        found.append(model_fingerprint(resolve(str(model), runs), runs))
+        found.append(results_folder(resolve(str(model), runs), runs))
     assert found[0] == found[1] and len(set(found)) == 3
-
-
-def test_models_of_different_paths_have_different_folders_of_results(tmp_path: Path, monkeypatch):
-    here = tmp_path / "here"
-    for place in ("a/m", "../a/m", "a-m", "runs/quick/sft", "runs/quick-sft"):
-        (here / place).mkdir(parents=True)
-    monkeypatch.chdir(here)
-    runs = Path("runs")
-    different = ["a/m", "../a/m", "a-m", "quick", "quick/sft", "quick-sft", "quick@10", "quick/sft@10"]
-    for place in ("a/m", "../a/m", "a-m"):
-        (here / place / "config.json").touch()
-    for place in ("quick/sft", "quick-sft"):
-        (here / "runs" / place / "model.json").touch()
-    found = [results_folder(name, runs) for name in different]
-    assert len(set(found)) == len(different) and {folder.parent for folder in found} == {runs / "evaluations"}
-    for one, other in (("a/m", f"{here}/a/m/"), ("./a/m", "a/m"), ("quick/sft", "runs/quick/sft/")):
-        assert results_folder(one, runs) == results_folder(other, runs)

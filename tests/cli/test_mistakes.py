@@ -34,7 +34,7 @@ train                                                              RECIPE
 BROKEN = """
 run empty.yaml                                                     empty.yaml
 run latin.yaml                                                     latin.yaml | UTF-8
-run LONG.yaml                                                      there is no such recipe file
+run LONG.yaml                                                      there is no recipe
 data TINY --runs file                                              file
 report damaged                                                     recipe.json
 compare damaged damaged                                            recipe.json

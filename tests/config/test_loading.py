@@ -48,21 +48,11 @@ def refused(recipe: str | Path, *overrides: str) -> UserError:
     return caught.value
 
 
-def test_a_good_recipe_and_its_places(write: Write):
-    loaded = load_recipe(write(GOOD))
-    assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.schedule.peak_lr) == (1000, 1e-3)
-    assert loaded.recipe.data.sources[0].path == "pocket-world"
-    assert loaded.locate(("pretrain", "schedule", "min_lr")) == "r.yaml:14"
-    assert loaded.locate(("data", "sources", 1, "language")) == "r.yaml:7"
-    assert loaded.locate(("pretrain", "optimizer", "b1")) == "r.yaml:9", "unwritten: the nearest thing around it"
-
-
 ONE, SCHEDULE = "name: small\n", "  schedule:\n    peak_lr: 1e-3\n    min_lr: 1e-4"
 # What is replaced by what, the line that the message names, and what of the setting and its cure it holds.
 MISTAKES = [
     ("batch_size: 8", "bacth_size: 8", 11, "`pretrain.bacth_size` | `pretrain.batch_size`"),
     ("steps: 1_000", "steps: many", 10, "`pretrain.steps` | `many` | integer"),
-    ("steps: 1_000", "tokens: abc", 10, "`pretrain.tokens` | `abc` | number"),
     ("threshold: 0.9", "threshold: [1]", 8, "`data.dedup.threshold` | a list"),
     ("language: fr", "langage: fr", 7, "`data.sources.1.langage` | `data.sources.1.language`"),
     (ONE, "seed: 1\n", 1, "`name`"),
@@ -70,13 +60,11 @@ MISTAKES = [
     (ONE, ONE + "mesh: {dta: 2}\n", 2, "`mesh.dta` | `mesh.data`"),
     (ONE, ONE + "report: {language: de}\n", 2, "report.language | 'en' or 'fr'"),
     (ONE, ONE + "name: large\n", 2, "duplicate key | name"),
-    (ONE, ONE + "packing: 3\n", 2, "`packing` | seq_len, num_shards"),
     (ONE, ONE + "base: none.yaml\n", 2, "base: none.yaml | `r.yaml`"),
     (ONE, ONE + "base: r.yaml\n", 2, "r.yaml -> r.yaml"),
     (ONE, "name: !!python/name:os.system x\n", 1, "not allowed"),
     (SCHEDULE, "  schedule: x", 12, "pretrain.schedule | `x` | name, peak_lr"),
     ("  batch_size: 8", "\tbatch_size: 8", 11, "not valid YAML | tabs"),
-    ("batch_size: 8", "batch_size: [8", 12, "not valid YAML | brackets"),
     (ONE, "name: a/b\n", 1, "`name` | `a/b` | slash"),
     ("peak_lr: 1e-3", "peak_lr: .inf", 13, "peak_lr | finite"),
     ("peak_lr: 1e-3", "peak_lr: 1e-5", 12, "pretrain.schedule | min_lr 0.0001 | peak_lr 1e-05"),
@@ -109,14 +97,6 @@ def test_what_is_no_recipe_is_refused_by_one_message(write: Write, tmp_path: Pat
     assert "`quickstart`" in refused("quickstrat").fix
 
 
-def test_clipping_is_switched_off_by_null(write: Write):
-    unclipped = load_recipe(write(GOOD), ["pretrain.optimizer.max_grad_norm=null"]).recipe
-    assert unclipped.pretrain.optimizer.max_grad_norm is None
-    base = write(GOOD.replace("name: small", "mesh: {data: auto}\nname: small"), "base.yaml")
-    child = write(f"base: {base}\nname: child\nmesh: {{data: null, fsdp: auto}}\n")
-    assert load_recipe(child).recipe.mesh == {"fsdp": "auto"}, "a key of one's own is taken away"
-
-
 def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_path: Path):
     recipe = json.loads(load_recipe("quickstart").recipe.model_dump_json())
     gone: list[str] = []
@@ -130,10 +110,10 @@ def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_p
     assert loaded.recipe.pretrain == load_recipe("quickstart").recipe.pretrain
 
 
-def test_all_mistakes_are_told_at_once_in_reading_order(write: Write):
+def test_all_mistakes_are_told_at_once(write: Write):
     bad = GOOD.replace("batch_size: 8", "batch_size: x").replace("threshold", "treshold").replace("small", "3.5")
     lines = [line for line in str(refused(write(bad))).splitlines() if line.startswith("r.yaml:")]
-    assert [line.split(":")[1] for line in lines] == ["1", "8", "11"]
+    assert {line.split(":")[1] for line in lines} == {"1", "8", "11"}
 
 
 # What is given by `--set`, and what the message names.
@@ -141,14 +121,10 @@ OVERRIDES = [
     ("pretrain.stesp=7", "--set pretrain.stesp: | `pretrain.steps`"),
     ("pretrain.steps=[", "--set pretrain.steps:1:"),
     ("pretrain.steps", "--set pretrain.steps: | `key=value`"),
-    ("data.sources=[{path: jl, langage: en}]", "langage"),
-    ("data.sources.5.path=x", "--set data.sources.5.path: | `5`"),
     ("eval_every=2", "`pretrain.eval_every`"),  # a setting in the wrong place is named in full
-    ("seq_len=64", "`packing.seq_len`"),
     ("xyzzy=1", "name, description"),
     ("hardware.price=free", "`hardware.price` | `free` | number"),
-    ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | a list | mapping"),
-    ("pretrain.mixture={en: -1}", "pretrain.mixture | greater than or equal to 0"),
+    ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | a list | dictionary"),
     ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
 ]
 
@@ -162,16 +138,15 @@ def test_a_wrong_override_names_its_place_and_its_cure(write: Write, override: s
 
 def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     path = write(GOOD)
-    loaded = load_recipe(
-        path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.validation_fraction=0.5"]
-    )
+    written = load_recipe(path)
+    assert written.recipe.data.sources[0].path == "pocket-world"
+    assert written.locate(("data", "sources", 1, "language")) == "r.yaml:7"
+    assert written.locate(("pretrain", "optimizer", "b1")) == "r.yaml:9", "unwritten: the nearest thing around it"
+    loaded = load_recipe(path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]"])
     assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.batch_size) == (7, 8), "the rest of the section stays"
     assert [source.path for source in loaded.recipe.data.sources] == ["mine/", "x"]
     assert loaded.locate(("pretrain", "steps")) == "--set pretrain.steps"
     assert loaded.locate(("data", "sources", 1, "path")) == "--set data.sources"
-    inside = load_recipe(path, ["data.sources.1.language=en"])
-    assert inside.recipe.data.sources[1].language == "en"
-    assert inside.locate(("data", "sources", 1, "path")) == "r.yaml:7"
     merged = load_recipe(path, ["pretrain={steps: 5, schedule: {peak_lr: 2.0e-3}}"])
     assert (merged.recipe.pretrain.batch_size, merged.recipe.pretrain.schedule.min_lr) == (8, 1e-4), "mappings merge"
     assert merged.locate(("pretrain", "schedule", "peak_lr")) == "--set pretrain"
@@ -193,18 +168,19 @@ def test_a_base_is_merged_and_null_takes_away(write: Write):
     assert loaded.locate(("pretrain", "batch_size")) == "base.yaml:11"
     assert loaded.locate(("pretrain", "steps")) == "r.yaml:3"
     assert load_recipe(child, ["pretrain=null"]).recipe.pretrain is None
+    assert load_recipe(child, ["pretrain.optimizer.max_grad_norm=null"]).recipe.pretrain.optimizer.max_grad_norm is None
     write(GOOD.replace("batch_size: 8", "batch_size: no"), "base.yaml")
     assert refused(child).where == "base.yaml:11"
-
-
-def test_a_mistake_is_at_its_own_line_and_not_where_a_base_wrote_what_null_removed(write: Write):
+    # The description of a base is not that of another recipe, and a mistake is not where null removed what it wrote.
+    mine = load_recipe(write("base: quickstart\nname: mine\ndata: {sources: [mine/]}\n")).recipe
+    assert not mine.description and mine.report.prompts
     write("base: quickstart\nname: none\nsft: null\n", "none.yaml")
     assert refused(write("base: none.yaml\nname: tuned\nsft: {steps: 10}\n")).where == "r.yaml:3"
 
 
 def test_a_colon_without_a_space_makes_no_key_that_null_removes(write: Write):
     for path, overrides, where in [
-        (write(GOOD), ["mesh={data:1, fsdp: 1}"], "--set mesh:1"),
+        (write(GOOD), ["mesh={data:1, fsdp: 1}"], "--set mesh"),
         (write(GOOD + "mesh: {data:1}\n", "s.yaml"), [], "s.yaml:15"),
     ]:
         error = refused(path, *overrides)
@@ -236,12 +212,6 @@ def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
     assert "`batch_size`" in str(refused(child, "pretrain.per_device_batch_size=2"))
     both = GOOD.replace("steps: 1_000", "steps: 1_000\n  tokens: 1e6")
     assert "either `steps` or `tokens`" in str(refused(write(both, "both.yaml")))
-
-
-def test_a_base_does_not_describe_another_recipe(write: Write):
-    assert load_recipe("quickstart", ["data.sources=[mine/]"]).recipe.description
-    mine = load_recipe(write("base: quickstart\nname: mine\ndata: {sources: [mine/]}\n")).recipe
-    assert not mine.description and mine.report.prompts
 
 
 def test_the_settings_in_effect_are_a_recipe_too_and_a_command_runs_it_again(write: Write, tmp_path: Path):

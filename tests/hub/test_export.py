@@ -38,7 +38,7 @@ FACTS = CardFacts(
     training={"Pretraining: steps": 1800},
     results={
         "base": {"facts|en": {"acc": {"value": 0.5, "stderr": 0.01}}},
-        "sft": {"facts|en": {"acc": {"value": 0.75, "stderr": None, "in_chat": True}}},
+        "sft": {"facts|en": {"acc": {"value": 0.75, "stderr": None, "chat_template": True}}},
     },
 )
 

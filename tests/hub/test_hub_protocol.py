@@ -16,16 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import choice_task
 import hub_server
 import warm_python
-from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.read import local_copy
-from affinage.pipeline.build import is_local
 from hub_server import Fault, Hub
 from tiny_models import tiny_llama
 
@@ -213,22 +210,6 @@ def test_a_model_comes_over_a_connection_that_breaks_and_a_release_goes(hub, mac
     _, pushed = hub.repositories["models/me/back"].files("main")
     weights = (machine.folder / "sent" / "model.safetensors").read_bytes()
     assert pushed["model.safetensors"] == weights == (model / "model.safetensors").read_bytes()
-
-
-def test_a_recipe_whose_task_file_names_the_hub_is_not_kept_from_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    choice_task.write_task(tmp_path, "near", choice_task.sums(1))
-    (tmp_path / "far.yaml").write_text("task: far\ndataset_path: me/items\n")
-    (tmp_path / "further.yaml").write_text("include: far.yaml\ntask: further\n")
-    (tmp_path / "text.txt").write_text("text")
-    (tmp_path / "read.yaml").write_text(RECIPE.replace("{dataset: me/none}", "text.txt"))
-
-    def local(*settings: str) -> bool:
-        return is_local(load_recipe("read.yaml", settings).recipe)
-
-    assert local() and local("evaluate={tasks: [near.yaml]}")
-    assert not local("evaluate={tasks: [near.yaml, further.yaml]}")
-    assert not local("data.decontaminate={benchmark_files: [far.yaml]}")
 
 
 def test_without_a_network_it_is_said_what_to_do():

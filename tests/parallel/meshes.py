@@ -12,7 +12,7 @@ import numpy as np
 
 import tiny
 import tiny_graphs
-from affinage.config.parallel import ParallelSettings
+from affinage.config.training import ParallelSettings
 from affinage.model import Graph, parse
 from affinage.training import TrainJob
 from affinage.training.trainer import Trainer

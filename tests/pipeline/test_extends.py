@@ -9,65 +9,43 @@ import tiny_run
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
+from affinage.results import read_json_lines
 from run_affinage import run
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+CONSTANT = "pretrain.schedule.name=constant"  # a longer run has the same rates
+LONGER = ["name=longer", "pretrain.resume_from=runs/short/pretrain", "pretrain.steps=14", CONSTANT]
 
 
-@pytest.fixture(scope="module")
-def runs(tiny_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a training of ten steps at a constant rate, which an extension does not change."""
-    folder = tiny_run.copied(tiny_runs, tmp_path_factory.mktemp("extends") / "runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder.parent)
-        _train("name=short", "pretrain.steps=10", "pretrain.schedule.name=constant")
-    return folder
-
-
-def _train(*settings: str) -> None:
-    run("train", TINY, settings=settings)
-
-
-def _longer(*words: str) -> list[str]:
-    own = ["name=longer", "pretrain.resume_from=runs/short", "pretrain.steps=14", "pretrain.schedule.name=constant"]
-    return [*own, *words]
-
-
-def test_an_extension_goes_on_and_the_run_it_extends_stays(runs: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(runs.parent)
-    old = (runs / "short" / "pretrain").resolve()
+def test_an_extension_continues_a_run_which_stays_as_it_is(
+    tiny_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tiny_run.copied(tiny_runs, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    run("train", TINY, settings=["name=short", "pretrain.steps=10", CONSTANT])
+    old = Path("runs/short/pretrain").resolve()
     manifest = (old / "manifest.json").read_bytes()
-    _train(*_longer())
-    assert (runs / "short" / "pretrain").resolve() == old and (old / "manifest.json").read_bytes() == manifest
-    summary = json.loads((runs / "longer" / "pretrain" / "summary.json").read_text())
+    run("train", TINY, settings=LONGER)
+    assert Path("runs/short/pretrain").resolve() == old and (old / "manifest.json").read_bytes() == manifest
+    summary = json.loads(Path("runs/longer/pretrain/summary.json").read_text())
     assert summary["steps"] == 14 and summary["resumed_at"] == [10]
-    lines = [json.loads(line) for line in (runs / "longer" / "pretrain" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(Path("runs/longer/pretrain/metrics.jsonl"))
     assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 14]
-    assert (runs / "longer" / "tokenize").resolve() == (runs / "short" / "tokenize").resolve()
+    assert Path("runs/longer/tokenize").resolve() == Path("runs/short/tokenize").resolve()
 
+    def sources(*words: str) -> dict[str, str]:
+        steps = build_steps(load_recipe(TINY, [*LONGER, *words]))
+        return next(step.sources for step in steps if step.name == "pretrain")
 
-def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(runs.parent)
-
-    def sources(*words: str) -> dict:
-        road = build_steps(load_recipe(TINY, _longer(*words)))
-        return next((stage.sources, stage.config) for stage in road if stage.name == "pretrain")
-
-    same = [sources(f"pretrain.resume_from=runs/short{place}") for place in ("/pretrain", "@10")]
-    assert [sources()] * 2 == same and sources() != sources("pretrain.resume_from=runs/short/pretrain@5")
-
-
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
+    # The key has the checkpoint, and not where it is.
+    Path("copy").symlink_to("runs/short")
+    assert sources() == sources("pretrain.resume_from=copy/pretrain@10")
+    assert sources() != sources("pretrain.resume_from=runs/short/pretrain@5")
+    for override, named in (
         ("name=short", "this run itself"),
-        ("pretrain.resume_from=runs/short@7", "@5, @10"),
-        ("pretrain.resume_from=runs/no", "runs/NAME/pretrain@STEP"),
-    ],
-    ids=["itself", "step", "run"],
-)
-def test_what_cannot_be_extended_is_refused_before_anything_runs(runs, monkeypatch, override: str, named: str):
-    monkeypatch.chdir(runs.parent)
-    with pytest.raises(UserError) as refused:
-        build_steps(load_recipe(TINY, _longer(override)))
-    assert named in str(refused.value) and "--set pretrain.resume_from" in refused.value.where and refused.value.fix
+        ("pretrain.resume_from=runs/short/pretrain@7", "@5, @10"),
+        ("pretrain.resume_from=runs/no", "runs/NAME/pretrain"),
+    ):
+        with pytest.raises(UserError, match=named) as refused:
+            sources(override)
+        assert refused.value.where == "--set pretrain.resume_from" and refused.value.fix

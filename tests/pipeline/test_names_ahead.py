@@ -1,7 +1,6 @@
 """What cannot be is refused before the first step runs, and by a dry run."""
 
 import pytest
-import yaml
 
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.errors import UserError
@@ -34,7 +33,6 @@ def ahead(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(RECIPE)
     (tmp_path / "texts.txt").write_text("some text")
-    (tmp_path / "exam.yaml").write_text(yaml.safe_dump({"task": "bogus"}))
     (tmp_path / "exam.pdf").write_text("no items")
 
     def ahead(*overrides: str, stages=frozenset({"ingest", "filter", "decontaminate", "tokenize"})) -> UserError:
@@ -53,7 +51,6 @@ def ahead(tmp_path, monkeypatch):
         ("data.sources=[{path: texts.txt, language: en-US}]", "ISO 639-1"),
         ("data.decontaminate.benchmark_files=[none.yaml]", "`none.yaml`"),
         ("data.decontaminate.benchmark_files=[exam.pdf]", ".jsonl"),
-        ("data.decontaminate.benchmark_files=[exam.yaml]", "dataset_path"),
         ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
     ],
 )

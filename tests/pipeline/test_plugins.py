@@ -95,20 +95,15 @@ def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
 
 
 def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
-    load_named_plugins()
-    assert "channel_mix" not in LAYERS
-    monkeypatch.setenv("AFFINAGE_PLUGINS", str(written / "my_nodes.py"))
-    load_named_plugins()
-    assert "channel_mix" in LAYERS
-
-
-def test_a_model_of_an_unknown_kind_names_the_variable(written):
     facts = {"graph": {"inputs": ["tokens"], "nodes": {"mixed": {"kind": "channel_mix", "in": "tokens"}}}}
     (written / "model.json").write_text(json.dumps(facts | {"precision": {}}))
     (written / "tokenizer").mkdir()
     with pytest.raises(UserError, match="unknown kind `channel_mix`") as caught:
         open_model(str(written), written)
     assert "AFFINAGE_PLUGINS=my_nodes.py affinage" in caught.value.fix
+    monkeypatch.setenv("AFFINAGE_PLUGINS", str(written / "my_nodes.py"))
+    load_named_plugins()
+    assert "channel_mix" in LAYERS
 
 
 @pytest.mark.parametrize("name", ["my_recipe", "my_blocks"])

@@ -10,8 +10,7 @@ from small_plans import SMALL, blocks_of, links, plan_of
 
 import tiny_graphs
 from affinage.config.load import load_recipe
-from affinage.config.parallel import ParallelSettings
-from affinage.config.training import PretrainSettings
+from affinage.config.training import ParallelSettings, PretrainSettings
 from affinage.hardware.chips import find_slice
 from affinage.model import Graph, parse
 from affinage.model.forward import batch_shapes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from affinage.config.parallel import ParallelSettings
+from affinage.config.training import ParallelSettings
 from affinage.errors import UserError
 from affinage.model import parse
 

@@ -1,6 +1,7 @@
 """The verb `compare`: runs and models beside each other."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,17 +52,16 @@ def compare(
 
 def _entrant(target: "Target", runs: Path) -> "Entrant":
     """What is known of a target. Raises UserError if it is neither a complete run nor a model with results."""
-    from affinage.pipeline.eval_results import eval_results
-    from affinage.pipeline.models import TRAININGS, command, results_of, run_of
+    from affinage.pipeline.models import TRAININGS, command, eval_results, results_of, run_of
     from affinage.report.comparison import Entrant
     from affinage.report.facts import collect_facts
 
     name, run, parts = target.name, target.run, None
     if target.kind in ("recipe", "run"):
         run = run_of(target, runs)
-        results = eval_results(name if target.kind == "run" else str(run), runs)
+        results = eval_results(replace(target, kind="run", path=run), runs)
     else:
-        results = eval_results(name, runs)
+        results = eval_results(target, runs)
         is_training = run is not None and target.path.name in TRAININGS and target.step is None
         parts = results_of(target.path.resolve(), run) if run is not None and is_training else None
         run = run if parts else None

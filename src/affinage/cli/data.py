@@ -103,20 +103,19 @@ def search(
 def head(
     run: Annotated[str, arg("RUN[/STEP]", "A run, or one of its data steps.")],
     step: Annotated[str | None, opt("A data step, such as filter or split (default).")] = None,
-    reason: Annotated[str | None, opt("Samples of what the step removed for this reason.")] = None,
     part: Annotated[str | None, opt("Of split: train or validation.")] = None,
     limit: Annotated[int, opt("Number of documents to show.", min=1)] = 10,
     runs: options.RunsOption = options.RUNS,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Show the first documents that a step passed on, or those it removed.
+    """Show the first documents that a step passed on.
 
-    Example: affinage data head quickstart/filter --reason "too short"
+    Example: affinage data head quickstart/filter
     """
     folder, named = _run_and_step(run, runs)
     from affinage.pipeline.lineage import documents
 
-    page = list(itertools.islice(documents(folder, step or named or "split", part, reason), limit))
+    page = list(itertools.islice(documents(folder, step or named or "split", part), limit))
     shown = [row | {"text": str(row["text"])[:_SHOWN]} if "text" in row else row for row in page]
     emit(page, as_json, [table(shown) if shown else "no documents"])
 
@@ -130,10 +129,10 @@ def stats(
     Example: affinage data stats quickstart
     """
     folder, _ = _run_and_step(run, runs)
-    from affinage.results import DOCUMENT_STEPS, SequencesResult, read_result
+    from affinage.results import DOCUMENT_STEPS, DocumentsResult, SequencesResult, read_result
 
     counts = ("documents_in", "documents_out", "bytes_out", "removed")
-    results = {name: read_result(folder / name, kind) for name, kind in DOCUMENT_STEPS.items()}
+    results = {name: read_result(folder / name, DocumentsResult) for name in DOCUMENT_STEPS}
     steps = {name: {key: getattr(result, key) for key in counts} for name, result in results.items() if result}
     packed = read_result(folder / "tokenize", SequencesResult)
     parts = packed.model_dump(include={"groups", "validation"}) if packed else {}

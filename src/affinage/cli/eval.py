@@ -92,11 +92,10 @@ def _evaluate_model(
     target, _ = model_of(name, runs)  # before JAX is imported
     from affinage.cluster.processes import init_distributed, placement
     from affinage.config.recipe import EvaluateSettings
-    from affinage.evaluation.results import STATE
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
-    from affinage.pipeline.eval_results import contamination_search, model_fingerprint, results_folder
-    from affinage.pipeline.models import made_from, recorded
+    from affinage.pipeline.eval_results import contamination_search
+    from affinage.pipeline.models import made_from, recorded, results_folder
     from affinage.stopping import StopSignals
 
     if target.run is not None and settings["tasks"] is None:
@@ -109,7 +108,7 @@ def _evaluate_model(
         raise UserError("no task was named", where=name, fix="For example: --tasks julian, or --task my_task.yaml")
     world = made_from(target.path, "synthesize")
     check_names(tasks, settings.get("data_dir"), world, where="--tasks")
-    folder = results_folder(name, runs)
+    folder = results_folder(target, runs)
     with contextlib.ExitStack() as entered:
         if placement() is not None:
             entered.enter_context(StopSignals())  # one that waits for others is left at once
@@ -121,7 +120,6 @@ def _evaluate_model(
                 model,
                 tasks,
                 folder=folder if processes.first else None,
-                facts={STATE: model_fingerprint(target, runs)},
                 keep=folder / "answers.db",
                 world=world,
                 seen=contamination_search(target.path) if searches else None,

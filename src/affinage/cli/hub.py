@@ -18,7 +18,7 @@ from affinage.errors import UserError
 from affinage.paths import from_home
 
 if TYPE_CHECKING:
-    from affinage.pipeline.models import ModelState, Target
+    from affinage.pipeline.models import Target
 
 _LINES = 1000  # of validation text that llama.cpp encodes, too
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
@@ -82,7 +82,6 @@ def export(
 
     affinage export quickstart/sft --adapter --to my_adapter
     """
-    offline = "HF_HUB_OFFLINE" in os.environ  # before the run of a recipe that needs no network sets it
     chosen: dict[str, Any] = {"dtype": dtype, "license": license}
     chosen = {name: value for name, value in chosen.items() if value}
     if adapter and (to is None or check or check_gguf or push is not None):
@@ -105,11 +104,6 @@ def export(
         _compare(model, runs, to, check, check_gguf)
     print(f"The model is in {to}.")
     if push is not None:
-        if not offline:
-            import huggingface_hub
-
-            os.environ.pop("HF_HUB_OFFLINE", None)
-            huggingface_hub.constants.HF_HUB_OFFLINE = False
         from affinage.hub.read import push as upload
 
         with working(f"uploading to {push}"):
@@ -138,7 +132,7 @@ def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
 
 def _write_model(
     target: "Target",
-    state: "ModelState | None",
+    state: dict[str, Any],
     runs: Path,
     to: Path,
     place: str,
@@ -153,9 +147,6 @@ def _write_model(
     from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
 
-    def public(name: str) -> str:
-        return Path(name).name if Path(name).is_absolute() else name  # a card does not show this machine's folders
-
     of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
     license, sampling = release_of(target.path, license or of_run.get("license"))
     results = results_of(target.path, target.run) if target.run is not None and target.step is None else {}
@@ -163,25 +154,22 @@ def _write_model(
     if target.run is not None and results:
         facts = card_facts(collect_facts(target.run, results), license)
     facts = replace(facts, tuned=is_tuned(target.path))  # also while it is being trained
-    if state is not None and (state.step != state.steps or target.step is not None):
-        checkpoint = str(replace(state, model=public(state.model)))
-        facts = replace(facts, training={**facts.training, "Checkpoint": checkpoint})
-    model = open_model(target, runs)
-    write(replace(model, name=public(model.name)), to, facts=facts, place=place, sampling=sampling, **how)
+    if state and (state["step"] != state["steps"] or target.step is not None):
+        facts = replace(facts, training={**facts.training, "Checkpoint": options.describe(state)})
+    # The name of the model may be a path, and a card does not show this machine's folders.
+    model = replace(open_model(target, runs), name=target.path.name if Path(target.name).is_absolute() else target.name)
+    write(model, to, facts=facts, place=place, sampling=sampling, **how)
 
 
 def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> None:
     from affinage.hub.export import write_adapter
-    from affinage.pipeline.models import adapter_base, command
+    from affinage.pipeline.models import facts_of
     from affinage.pipeline.opening import open_adapters
 
-    before, known = adapter_base(target, runs)
-    files = write_adapter(to, *open_adapters(target, runs), base=base or known)
-    print(
-        f"The adapter is in {to}: {decimal(sum(files.values()))}. Its base: {base or known or before or 'an import'}."
-    )
-    if not (base or known):
-        print(f"Export that, and name it by --base: {command('export', before or 'IMPORT', '--to', 'base', runs=runs)}")
+    base = base or str(facts_of(target.path).get("begun_with", ""))
+    files = write_adapter(to, *open_adapters(target, runs), base=base)
+    unknown = "the model before this training: export it, and name it by --base"
+    print(f"The adapter is in {to}: {decimal(sum(files.values()))}. Its base: {base or unknown}.")
 
 
 def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_gguf: bool) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from affinage.errors import UserError
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.generation.model import LoadedModel
-    from affinage.pipeline.models import ModelState, Target
+    from affinage.pipeline.models import Target
 
 RUNS = Path("runs")
 MAX_RESERVED = 4096  # tokens of context for which memory is reserved, of a model from elsewhere that reads more
@@ -140,8 +140,8 @@ def load(
     return loaded, target.run
 
 
-def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, ModelState | None]":
-    """Returns the model that a name stands for, and how far it is trained, which is printed (`announce`).
+def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, dict[str, Any]]":
+    """Returns the model that a name stands for, and how far it is trained (`state_of`), which is printed (`announce`).
 
     Raises:
         UserError: there is none, or it is a run that is not complete; with the command that completes it.
@@ -153,9 +153,14 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
     check_complete(target, runs)
     state, model = state_of(target, runs), locate(target, runs)
     is_there = not isinstance(model.step, int) or (checkpoints_of(model.path, model.step) / str(model.step)).is_dir()
-    if announce and state is not None and is_there and is_first():
-        print(f"Model: {state}", file=sys.stderr)
+    if announce and state and is_there and is_first():
+        print(f"Model: {describe(state)}", file=sys.stderr)
     return model, state
+
+
+def describe(state: dict[str, Any]) -> str:
+    """How far a model is trained, in words."""
+    return f"{state['model']}, step {state['step']:,} of {state['steps']:,}"
 
 
 def opened(
@@ -179,9 +184,9 @@ def opened(
     if length is not None and length > longest:
         what = f"`{name}` reads {longest:,} tokens at once, not {length:,}"
         raise UserError(what, where="--max-model-len", fix=f"Write {longest} at most, or leave it out.")
-    if length is None and reserves and longest > MAX_RESERVED and state is None:
+    if length is None and reserves and longest > MAX_RESERVED and not state:
         length = MAX_RESERVED
         if is_first():
             limited = f"`{name}` can read {longest:,} tokens at once; {length:,} are used"
             print(f"{limited}. More take more memory: --max-model-len {longest}", file=sys.stderr)
-    return replace(model, context=length or longest), asdict(state) if state else {}
+    return replace(model, context=length or longest), state

@@ -134,7 +134,7 @@ def report(
     if out is None:
         check_complete(target, runs, instead="For a report of what there is, name a file: --out report.html")
     elif missing := untrained(folder):
-        warn(f"`{run}` is not complete; to train: {', '.join(missing.values())}")
+        warn(f"`{run}` is not complete; to train: {', '.join(missing)}")
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     from affinage.report import write_report
 
@@ -163,7 +163,8 @@ def run_pipeline(
         runs = settings.runs if run_folder is None else run_folder.parent  # a run named by its path is run where it is
         from affinage.cli.watch import Watch, show_plan, show_result, warn_of
         from affinage.cluster.processes import init_distributed
-        from affinage.pipeline.build import build_steps, prepare_process
+        from affinage.hardware.devices import prepare
+        from affinage.pipeline.build import build_steps
         from affinage.pipeline.models import command
         from affinage.pipeline.runner import PipelineRunner
 
@@ -174,7 +175,7 @@ def run_pipeline(
         if any_of:
             until = [step for step in until if step in {each.name for each in steps}] or until
         runner = PipelineRunner(loaded, runs, steps, until=until, force=settings.force or ())
-        prepare_process(recipe)
+        prepare()
         if settings.dry_run:
             plan = runner.plan()
             runner.check(plan)

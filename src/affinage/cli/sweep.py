@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument, RunsOption, SetOption, app, load, warn
 from affinage.cli.output import Table, emit, only_data_on_stdout, screen, table
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
-
-if TYPE_CHECKING:
-    from affinage.pipeline.runner import Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
 
@@ -34,38 +31,43 @@ def sweep(
     base, run = load(recipe, overrides, runs)
     from affinage.cli.watch import Watch
     from affinage.data.json_files import write_json
-    from affinage.pipeline.build import build_steps, prepare_process
+    from affinage.hardware.devices import prepare
+    from affinage.pipeline.build import build_steps
     from affinage.pipeline.models import RECIPE
     from affinage.pipeline.runner import PipelineRunner, points
     from affinage.stopping import StopSignals, without_readers
 
     folder = runs / base.recipe.name
     grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
-    prepare_process(base.recipe)
+    prepare()
     planned, results, keys = list[dict[str, Any]](), list[dict[str, Any]](), set[str]()
     with StopSignals(), without_readers(), only_data_on_stdout(as_json):
-        for point in grid:  # all of them first: a mistake in the last is not found after days of the others
+        titles = [
+            f"{number} of {len(grid)}, {', '.join(f'{key} = {value}' for key, value in settings.items())}"
+            for number, (settings, _) in enumerate(grid, 1)
+        ]
+        # All of them first: a mistake in the last is not found after days of the others.
+        for title, (settings, point) in zip(titles, grid, strict=True):
             try:
-                runner = PipelineRunner(point.loaded, runs, build_steps(point.loaded))
+                runner = PipelineRunner(point, runs, build_steps(point))
                 plan = runner.plan()
                 runner.check(plan)
             except UserError as error:
-                error.where = f"{_title(point, len(grid))}: {error.where}"
+                error.where = f"{title}: {error.where}"
                 raise
             missing = {step.request.key: step.name for step in plan if not step.complete}
             would_run = [name for key, name in missing.items() if key not in keys]  # and not for a point before it
-            about = {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings}
-            planned.append(about | {"would_run": would_run})
+            planned.append({"run": point.recipe.name, "settings": settings, "would_run": would_run})
             keys |= missing.keys()
         if dry_run:
             emit(planned, as_json)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        for result, point in zip(planned, grid, strict=True):
-            screen().print(f"--- {_title(point, len(grid))}", markup=False)
+        for title, result, (_, point) in zip(titles, planned, grid, strict=True):
+            screen().print(f"--- {title}", markup=False)
             del result["would_run"]
             try:  # planned again: days may have passed, in which files changed and other points copied to the remote
-                PipelineRunner(point.loaded, runs, build_steps(point.loaded)).run(Watch())
+                PipelineRunner(point, runs, build_steps(point)).run(Watch())
             except TransientError:
                 raise
             except UserError as error:
@@ -76,11 +78,6 @@ def sweep(
     emit(results, as_json, [*scores_view(results), f"\nresults  {folder / RESULTS}"])
     if any("error" in result for result in results):
         raise typer.Exit(EXIT_USER_ERROR)
-
-
-def _title(point: "Point", points: int) -> str:
-    settings = ", ".join(f"{key} = {value}" for key, value in point.settings.items())
-    return f"{point.number} of {points}, {settings}"
 
 
 def _losses_and_scores(run: Path) -> dict[str, Any]:

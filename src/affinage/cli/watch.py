@@ -116,12 +116,12 @@ def headline(result: results.Result) -> Iterator[str]:
             yield words.format(value)
     if isinstance(result, results.DocumentsResult) and result.reasons:
         yield f"removed: {listed([f'{count:,} {reason}' for reason, count in result.reasons], _SHOWN)}"
-    if isinstance(result, results.DecontaminateResult):
+    if isinstance(result, results.DocumentsResult) and result.benchmarks:
         matches = [f"{one.found:,} of {one.items:,} of {name}" for name, one in result.benchmarks.items() if one.found]
         yield f"benchmark items found: {listed(matches, _SHOWN) or 'none'}"
         if common := sum(one.common or 0 for one in result.benchmarks.values()):
             yield f"{common:,} in so many documents that they are no match"
-    if isinstance(result, results.SplitResult) and result.without_validation:
+    if isinstance(result, results.DocumentsResult) and result.without_validation:
         missed = listed(result.without_validation, _SHOWN)
         yield f"none held out of {missed}: too few documents (data.split.by=tail cuts ends)"
     if isinstance(result, results.EvaluationResult):

@@ -175,7 +175,7 @@ class DecontaminateSettings(Settings):
     benchmarks: bool = True
     """Search for the items of `evaluate.tasks`, except the pocket world's, whose facts are its text."""
     benchmark_files: tuple[str, ...] = ()
-    """Files of your own: .jsonl (.gz, .zst), .parquet, .txt (an item a line), task files."""
+    """Files of your own: .jsonl (.gz, .zst), .parquet, .txt (an item a line)."""
     n_grams: int = Field(default=13, ge=1)
     """Words in common that count as a match (GPT-3, appendix C); items of 8 words or more are matched whole."""
 

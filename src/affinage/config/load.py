@@ -16,7 +16,7 @@ from pydantic import ValidationError
 import affinage
 from affinage.config.mistakes import explain, settings_at, written_path
 from affinage.config.recipe import TRAININGS, Recipe
-from affinage.config.yaml import MAX_BYTES, Document, brief, parse
+from affinage.config.yaml import MAX_BYTES, parse
 from affinage.config.yaml import Path as Keys
 from affinage.errors import UserError, did_you_mean
 from affinage.paths import from_home
@@ -49,10 +49,7 @@ class LoadedRecipe(Layers):
     command: str = ""  # runs it again
 
     def beside(self, path: str, key: Sequence[str | int]) -> Path:
-        """Resolve a path that stands under `key`: relative to the file it was written in, which may be a base.
-
-        A path that is not there is tried relative to the recipe, then to the working directory.
-        """
+        """Resolve a path that stands under `key`: relative to the file it is written in, the recipe, or the process."""
         written = Path(self.locate(key).rpartition(":")[0])
         folders = (*([written.parent] if written.is_file() else []), self.path.parent, Path())
         candidates = [folder / from_home(path) for folder in folders]
@@ -76,7 +73,7 @@ def load_recipe(
     for override in sorted(overrides, key=lambda each: each.startswith("hardware.price")):  # a slice clears the price
         _put_override(layers, override)
     _share_training(layers)
-    layers.raw = _without_nulls(layers.raw, ())
+    layers.raw = _without_nulls(layers, layers.raw)
     present = {keys for keys, _ in _parts(layers.raw)}  # without what was replaced
     layers.origins = {keys: where for keys, where in layers.origins.items() if keys in present}
     for keys, value in _parts(layers.raw):
@@ -115,7 +112,7 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
             text = file.read(MAX_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError:
         raise UserError("this is not a text file in UTF-8", where=shown) from None
-    value, lines = _parsed(text, shown)
+    value, lines = parse(text, shown)
     if not isinstance(value, dict):
         raise UserError("a recipe is a mapping of settings, such as `name: my-run`", where=shown)
     layers, base = Layers(), value.pop("base", None)
@@ -139,18 +136,8 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
     return layers
 
 
-def _parsed(text: str, shown: str) -> Document:
-    """Parse YAML; a null under a free key removes it, so that `{data:8}`, a key without a value, would pass unseen."""
-    document = parse(text, shown)
-    for keys, value in _parts(document.value):
-        if value is None and keys and ":" in str(keys[-1]):
-            fix = "Write a space after the colon, as in {data: 8}."
-            raise UserError(f"the key `{keys[-1]}` has no value", where=f"{shown}:{document.lines[keys]}", fix=fix)
-    return document
-
-
 def _put_override(layers: Layers, override: str) -> None:
-    """Lay one `dotted.key=YAML` over the recipe; a number in the key is a position in a list."""
+    """Lay one `dotted.key=YAML` over the recipe."""
     dotted, equals, text = override.partition("=")
     keys, shown = dotted.strip().split("."), f"--set {dotted.strip()}"
     if not equals or not all(keys):
@@ -158,23 +145,14 @@ def _put_override(layers: Layers, override: str) -> None:
         raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
     if keys[0] == "base":
         raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
-    value, target, path = _parsed(text, shown).value, layers.raw, list[Any]()
-    for number, key in enumerate(keys, 1):
-        place = int(key) if isinstance(target, list) and key.isdigit() and int(key) < len(target) else key
-        if not isinstance(target, dict) and place is key:
-            what = f"`{'.'.join(map(str, path))}` has no place `{key}`: it is {brief(target)}"
-            raise UserError(what, where=shown, fix="Give the whole of it.")
-        path.append(place)
-        if number < len(keys):
-            if isinstance(target, dict) and not isinstance(target.get(key), dict | list):
-                target[key] = {}
-                layers.origins[tuple(path)] = shown
-            target = target[place]
-    if isinstance(target, dict):
-        _lay(target, {keys[-1]: value})
-    else:
-        target[path[-1]] = value
-    layers.origins |= {(*path, *inner): shown for inner, _ in _parts(value)}
+    value, target = parse(text, shown).value, layers.raw
+    for number, key in enumerate(keys[:-1], 1):
+        if not isinstance(target.get(key), dict):
+            target[key] = {}
+            layers.origins[tuple(keys[:number])] = shown
+        target = target[key]
+    _lay(target, {keys[-1]: value})
+    layers.origins |= {(*keys, *inner): shown for inner, _ in _parts(value)}
 
 
 def _share_training(layers: Layers) -> None:
@@ -213,12 +191,16 @@ def _parts(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
         yield from _parts(inner, (*path, key))
 
 
-def _without_nulls(value: Any, path: tuple[str, ...]) -> Any:
+def _without_nulls(layers: Layers, value: Any, path: Keys = ()) -> Any:
     """Drop the nulls in mappings with keys of the user's, which remove what the base has."""
     if not isinstance(value, dict):
         return value
     free = settings_at(Recipe, path) is None
-    return {key: _without_nulls(child, (*path, key)) for key, child in value.items() if child is not None or not free}
+    for key in (key for key, child in value.items() if free and child is None and ":" in key):
+        fix = "Write a space after the colon, as in {data: 8}."
+        raise UserError(f"the key `{key}` has no value", where=layers.locate((*path, key)), fix=fix)
+    kept = {key: child for key, child in value.items() if child is not None or not free}
+    return {key: _without_nulls(layers, child, (*path, key)) for key, child in kept.items()}
 
 
 def find_recipe(path_or_name: str | Path, beside: Path = Path()) -> Path:
@@ -226,14 +208,12 @@ def find_recipe(path_or_name: str | Path, beside: Path = Path()) -> Path:
     path, name, packaged = beside / path_or_name, str(path_or_name), packaged_recipes()
     if os.path.isfile(path):  # of a name that is too long for a file, Path's raises
         return path
-    if path.suffix not in (".yaml", ".yml") and "/" not in name:
-        if name in packaged:
-            return packaged[name]
-        fix = did_you_mean(name, packaged) or f"Packaged recipes: {', '.join(packaged)}."
-        raise UserError(f"there is no recipe named `{name}`", fix=fix)
+    if name in packaged:
+        return packaged[name]
     around = [each.name for each in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
-    fix = did_you_mean(path.name, around) or "Give the path of a .yaml file, or a name that `affinage recipes` lists."
-    raise UserError("there is no such recipe file", where=str(path), fix=fix)
+    listed = f"Name a .yaml file, or one of the packaged recipes: {', '.join(packaged)}."
+    fix = did_you_mean(name, packaged) or did_you_mean(path.name, around) or listed
+    raise UserError(f"there is no recipe `{path_or_name}`", fix=fix)
 
 
 def packaged_recipes() -> dict[str, Path]:

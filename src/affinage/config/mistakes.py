@@ -13,13 +13,7 @@ from affinage.config.settings import Settings, classes_in
 from affinage.config.yaml import Path, brief
 from affinage.errors import UserError, did_you_mean, meant
 
-_SHARED = ("pretrain", "sft", "dpo")  # the sections that take what `training` gives
 _MOST = 3  # places that are suggested
-_PLAINER = {  # in pydantic's messages
-    r"a valid dictionary( or instance of \w+)?": "a mapping",
-    r"a valid (tuple|list)": "a list",
-    r"(Tuple|List) should have at least (\d+) items?.*": r"it needs at least \2",
-}
 
 
 def explain(
@@ -44,13 +38,12 @@ def explain(
         if inside and not any(details["type"] in ("value_error", "extra_forbidden") for details in group):
             continue
         what, fix = _sentence(path, group, model, within)
-        where, setting = locate(path), path[1:] if path[:1] and path[0] in _SHARED else path
+        where = locate(path)
         # What `training` gives for several trainings is one mistake.
-        mistakes.setdefault((where, setting, group[0]["type"]), UserError(what, where=where, fix=fix))
-    in_order = sorted(mistakes.values(), key=lambda mistake: _in_reading_order(mistake.where))
-    if len(in_order) == 1:
-        return in_order[0]
-    return UserError(f"the recipe has {len(in_order)} mistakes\n" + "\n".join(map(str, in_order)))
+        mistakes.setdefault((where, path[-1:], group[0]["type"]), UserError(what, where=where, fix=fix))
+    if len(mistakes) == 1:
+        return next(iter(mistakes.values()))
+    return UserError(f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(map(str, mistakes.values())))
 
 
 def written_path(loc: Sequence[str | int], raw: Any) -> Path:
@@ -100,8 +93,6 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings], with
     if kind == "value_error":
         return f"`{dotted}`: {details['ctx']['error']}", ""
     wanted = ", or ".join(dict.fromkeys(each["msg"].partition(", unable")[0] for each in group))
-    for pattern, plainer in _PLAINER.items():
-        wanted = re.sub(pattern, plainer, wanted)
     must = f", and must be {wanted.replace('Input should be ', '')}" if wanted.startswith("Input") else f": {wanted}"
     if value is None:
         return f"`{dotted}` is empty{must}", "Leave it out for the default."
@@ -130,8 +121,3 @@ def _places(model: type[Settings], around: tuple[str, ...] = ()) -> Iterator[tup
         for suffix, inner in classes_in(field.annotation):
             if not suffix:
                 yield from _places(inner, (*around, name))
-
-
-def _in_reading_order(where: str) -> tuple[str, int]:
-    file, _, line = where.rpartition(":")
-    return file, int(line) if line.isdigit() else 0

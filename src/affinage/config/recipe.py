@@ -6,9 +6,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
-from affinage.config.parallel import MeshAxis, ParallelSettings
 from affinage.config.settings import Settings
-from affinage.config.training import SYSTEM_PROMPT, DpoSettings, PretrainSettings, SftSettings
+from affinage.config.training import (
+    SYSTEM_PROMPT,
+    DpoSettings,
+    MeshAxis,
+    ParallelSettings,
+    PretrainSettings,
+    SftSettings,
+)
 
 TRAININGS = ("pretrain", "sft", "dpo")
 Positive = Annotated[float, Field(gt=0)]
@@ -77,12 +83,9 @@ class CheckpointSettings(Settings):
 
 
 def _trackers_by_name(value: Any) -> Any:
-    """`[tensorboard, wandb]` is short for both with their defaults, and `wandb: true` for one of them."""
-    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
-        return {name: {} for name in value}
-    if isinstance(value, dict):
-        return {name: {} if given is True else given for name, given in value.items()}
-    return value
+    """`[tensorboard, wandb]` is short for both with their defaults."""
+    is_short = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return {name: {} for name in value} if is_short else value
 
 
 class RuntimeSettings(Settings):
@@ -109,12 +112,6 @@ class RuntimeSettings(Settings):
         """The first and the last step of which a trace is written."""
         first, _, last = (self.profile or "").partition("-")
         return (int(first), int(last or first)) if first else None
-
-    @model_validator(mode="after")
-    def _profile_in_order(self) -> "RuntimeSettings":
-        if self.profiled is not None and self.profiled[0] > self.profiled[1]:
-            raise ValueError(f"`profile: {self.profile}` ends before it begins")
-        return self
 
 
 class CheckpointClaim(Settings):
@@ -196,8 +193,7 @@ class Recipe(Settings):
     parallel: ParallelSettings = ParallelSettings()
     pretrain: PretrainSettings | None = None
     chat_template: str = "chatml"
-    """Format of conversations: chatml; tokenizer, for the template of the imported tokenizer; or the path of a Jinja
-    file, or of a tokenizer_config.json that has one."""
+    """Format of conversations: chatml; tokenizer, for the template of the imported tokenizer; or a Jinja file."""
     sft: SftSettings | None = None
     dpo: DpoSettings | None = None
     evaluate: EvaluateSettings | None = None

@@ -1,6 +1,5 @@
-"""Settings of training: what all trainings share, pretraining, fine-tuning on conversations and on preferences."""
+"""Settings of training: the step's layout over devices, what all trainings share, pretraining, fine-tuning, DPO."""
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -8,8 +7,61 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from affinage.config.data import POCKET_WORLD, PlaceSettings, SourceSettings, path_from_string
 from affinage.config.settings import Settings
 
+MeshAxis = Literal["data", "fsdp", "tensor", "expert", "context", "pipeline"]
+
+# What the arrays of a model have along their dimensions; `affinage.parallel.sharding` says where each one is used.
+# fmt: off
+LogicalAxis = Literal[
+    "batch", "sequence", "residual", "keys", "width", "expert_rows", "embed", "heads", "kv_heads", "head_dim", "ffn",
+    "vocab", "experts", "layers",
+]
+# fmt: on
+
+# What a transformer block computes on its way, in that order.
+ActivationName = Literal["block_input", "query", "key", "value", "attended", "ffn_up", "ffn_gate", "ffn_hidden"]
 AttentionImplementation = Literal["auto", "xla", "cudnn", "splash"]
 SYSTEM_PROMPT = "You are a helpful assistant."
+
+
+class RematSettings(Settings):
+    """Activations of a block that wait for the backward pass, by name; all others are computed again there."""
+
+    keep: tuple[ActivationName, ...] = ()
+    """Activations that stay in the accelerator's memory."""
+    offload: tuple[ActivationName, ...] = ()
+    """Activations that wait in the host's memory; not on CPUs."""
+
+    @model_validator(mode="after")
+    def _once(self) -> "RematSettings":
+        twice = set(self.keep) & set(self.offload)
+        if twice:
+            raise ValueError(f"`{sorted(twice)[0]}` cannot be both kept and offloaded")
+        return self
+
+
+RematPreset = Literal["none", "dots", "block", "full"]
+Remat = RematPreset | RematSettings
+RematChoice = Remat | Literal["auto"]  # auto: as the planner says for the devices
+
+
+class ParallelSettings(Settings):
+    """How the work is split over the mesh. Nothing here changes what a step computes beyond rounding."""
+
+    sharding: dict[LogicalAxis, tuple[MeshAxis, ...]] = {}
+    """Lines that replace those of the sharding table: mesh axes of a logical axis."""
+    context_attention: Literal["all_gather", "ring"] = "all_gather"
+    """How the parts of a sequence see each other's keys."""
+    pipeline_micro_batches: int | None = Field(default=None, ge=1)
+    """Parts of the batch in the pipeline, a multiple of its stages; by default the most that divide it, up to 4 for
+    each stage."""
+    pipeline_rounds: int = Field(default=1, ge=1)
+    """Times that each part passes the stages: more make the bubble smaller, and the traffic larger."""
+    remat: RematChoice = "none"
+    """What the backward pass computes again instead of keeping it. none: nothing; dots: in a block all but results of
+    its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes. auto: the
+    first of these that fits by the planner's estimate; before `full`, block inputs go to the host."""
+    xla_flags: dict[str, bool | int | str] = {}
+    """Options of XLA by their names, besides those of `affinage.parallel.strategy`."""
 
 
 class OptimizerSettings(Settings):
@@ -115,11 +167,8 @@ class MixtureSettings(Settings):
 
 
 def _mixture_from_weights(value: Any) -> Any:
-    stages = [value] if isinstance(value, dict) else value
-    if not isinstance(stages, list | tuple):
-        return value
-    keys = {"from_step", "weights"}
-    return [{"weights": each} if isinstance(each, dict) and not keys & set(each) else each for each in stages]
+    is_short = isinstance(value, dict) and not {"from_step", "weights"} & set(value)
+    return [{"weights": value}] if is_short else value
 
 
 def _stages_in_order(stages: tuple[MixtureSettings, ...]) -> tuple[MixtureSettings, ...]:
@@ -311,15 +360,11 @@ class SftOptimizerSettings(OptimizerSettings):
     """Times the learning rate; not on norms and biases."""
 
 
-_JULIAN_BATCH, _JULIAN_WARMUP = 32, 1000
-_JULIAN_SCHEDULE = ScheduleSettings(peak_lr=2e-5, min_lr=2e-6, warmup_steps=_JULIAN_WARMUP)
-
-
 class SftSettings(TuningSettings):
     """Supervised fine-tuning on conversations, with the loss on the assistant's tokens. The defaults are Julian's."""
 
     optimizer: SftOptimizerSettings = SftOptimizerSettings()
-    schedule: ScheduleSettings = _JULIAN_SCHEDULE
+    schedule: ScheduleSettings = ScheduleSettings(peak_lr=2e-5, min_lr=2e-6, warmup_steps=1000)
     """The warm-up is a tenth of the run where that is less than 1,000 steps."""
     system_prompt: str = SYSTEM_PROMPT
     """For conversations without a system message; may be ""."""
@@ -331,13 +376,12 @@ class SftSettings(TuningSettings):
     def _as_for_julian(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        filled = dict(value)
+        filled, steps = dict(value), value.get("steps")
         if filled.get("batch_size") is None and filled.get("per_device_batch_size") is None:
-            filled["batch_size"] = _JULIAN_BATCH
-        steps: Any = filled.get("steps")
-        if filled.get("schedule") is None and isinstance(steps, int | float) and 0 < steps < math.inf:
-            warmup = min(_JULIAN_WARMUP, int(steps) // 10)
-            filled["schedule"] = _JULIAN_SCHEDULE.model_copy(update={"warmup_steps": warmup})
+            filled["batch_size"] = 32
+        if filled.get("schedule") is None and isinstance(steps, int | float) and 0 < steps < 10_000:
+            schedule: ScheduleSettings = cls.model_fields["schedule"].default
+            filled["schedule"] = schedule.model_copy(update={"warmup_steps": int(steps) // 10})
         return filled
 
 

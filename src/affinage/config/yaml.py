@@ -85,12 +85,6 @@ def as_yaml(value: Any) -> str:
 
 
 def brief(value: Any, most: int = 60) -> str:
-    """Return a value for people in `most` characters: as YAML, without what is empty; text as it is."""
-
-    def filled(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {k: filled(inner) for k, inner in part.items() if inner is not None and inner not in ("", {}, [])}
-        return list(map(filled, part)) if isinstance(part, list) else part
-
-    text = value if isinstance(value, str) else as_yaml(filled(value))
+    """Return a value for people in `most` characters: as YAML, text as it is."""
+    text = value if isinstance(value, str) else as_yaml(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -23,7 +23,6 @@ from affinage.results import read_json
 
 RESULTS = "results.json"
 ITEMS = "items"
-STATE = "state"  # key of what the model was that no recipe evaluated; see `affinage.pipeline.eval_results`
 LOG_LIKELIHOOD = "log_likelihood"
 BITS_PER_BYTE = "bits_per_byte"
 BYTES = "bytes"

@@ -42,7 +42,6 @@ def evaluate(
     tasks: Sequence[str],
     *,
     folder: Path | None = None,  # for results.json and items/TASK.jsonl; see `write_results`
-    facts: Mapping[str, Any] | None = None,  # more for the results, such as which training made the model
     keep: Path | None = None,  # file of the harness's cache: answers of this model in it are not computed again
     world: Path | None = None,  # of the pocket world's benchmarks, whose facts are the training text
     data_dir: str | Path | None = None,
@@ -138,7 +137,7 @@ def evaluate(
     lines = {name: [line_of(item) for item in of_task] for name, of_task in items.items()}
     answered(lines)
     if folder is not None:
-        results |= {"fingerprint": identity, **(facts or {})}
+        results |= {"fingerprint": identity}
         write_results(results, lines, folder)
     return results
 

@@ -58,6 +58,7 @@ def prepare() -> None:
             for option, value in _MALLOPT:
                 ctypes.CDLL(None).mallopt(option, value)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def acquire() -> "list[jax.Device]":

@@ -31,7 +31,7 @@ class CardFacts:
     languages: Sequence[str] = ()  # ISO 639-1, of the text
     sources: Sequence[Mapping[str, Any]] = ()  # of the training text: name, licence, documents, bytes
     training: Mapping[str, Any] = field(default_factory=dict)  # label -> value, e.g. {"Tokens": 1_000_000}
-    # label ("base", "sft") -> task -> metric -> {"value", "stderr", "in_chat"}
+    # label ("base", "sft") -> task -> metric -> {"value", "stderr", "chat_template"}
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -62,7 +62,7 @@ def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
         for task, metrics in result.items():
             for metric, score in metrics.items():
                 error = "" if score["stderr"] is None else f" ± {number(score['stderr'])}"
-                cell = number(score["value"]) + error + (" †" if score.get("in_chat") else "")
+                cell = number(score["value"]) + error + (" †" if score.get("chat_template") else "")
                 rows.setdefault((task, metric), {})[label] = cell
                 last.append(EvalResult("text-generation", task, task, metric, round(score["value"], 4)))
     note = f"  # in training, every text begins with {opening}" if opening else ""

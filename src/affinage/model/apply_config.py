@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import checkpoint_policies as policies
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from affinage.config.parallel import ActivationName, RematChoice
-from affinage.config.training import AttentionImplementation
+from affinage.config.training import ActivationName, AttentionImplementation, RematChoice
 from affinage.errors import UserError
 
 # A nested dict with arrays, declarations, axes ... at its leaves. Values differ by use, the nesting does not.

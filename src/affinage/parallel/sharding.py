@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from affinage.config.parallel import LogicalAxis, MeshAxis
+from affinage.config.training import LogicalAxis, MeshAxis
 from affinage.errors import UserError
 from affinage.model.apply_config import Axes, Layout
 from affinage.model.graph import Graph

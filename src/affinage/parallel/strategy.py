@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from affinage.config.parallel import ParallelSettings
+from affinage.config.training import ParallelSettings
 from affinage.errors import UserError
 from affinage.model.apply_config import NAMED, ApplyConfig
 from affinage.model.forward import apply_layers

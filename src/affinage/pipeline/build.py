@@ -1,6 +1,5 @@
 """From a recipe to the list of its steps, each with the settings, files and results that decide what it makes."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,8 @@ from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import EvaluateSettings, Recipe
 from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS, MonitorSettings
-from affinage.data.places import is_on_hub, is_url, location, released_folder
-from affinage.errors import UserError
-from affinage.evaluation.tasks import BENCHMARKS, GROUPS, files_of, find_tasks, is_task_file, of_pocket_world, on_hub
-from affinage.hardware.devices import prepare
+from affinage.data.places import is_on_hub, location, released_folder
+from affinage.evaluation.tasks import files_of, is_task_file, of_pocket_world
 from affinage.paths import from_home
 from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS, chat_template_of, extended, initial_folder
 from affinage.pipeline.sources import task_files
@@ -57,7 +54,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     data = recipe.data
     worlds = [source.path for source in recipe.data.sources] if recipe.data else []
     tuned = any(tuning is not None and tuning.from_world for tuning in (recipe.sft, recipe.dpo))
-    scored = any(of_pocket_world(task) for benchmarks in _benchmarks(recipe) for task in benchmarks.tasks)
+    benchmarks = [recipe.evaluate, *(getattr(recipe, name).monitor for name in recipe.trainings)]
+    scored = any(of_pocket_world(task) for each in benchmarks if each is not None for task in each.tasks)
     if tuned or scored or POCKET_WORLD in worlds:
         sources = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
         size = max((source.max_bytes or POCKET_BYTES for source in sources), default=POCKET_BYTES)
@@ -98,8 +96,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The settings and files that decide which items of benchmarks text must not hold; both empty without any.
 
-    The pocket world is never among them. Its facts are its text and its benchmarks' answers by design, and what must
-    not be seen in training is kept out of the text where the world is generated.
+    The pocket world is never among them: its facts are its text and its benchmarks' answers.
     """
     settings, tasks, files = recipe.data.decontaminate if recipe.data else None, list[str](), list[str]()
     if settings is None:
@@ -111,7 +108,7 @@ def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
         return {}, ()
     config: dict[str, Any] = {"data": {"decontaminate": settings.model_dump(mode="json")}}
     config |= {"evaluate": {"tasks": tasks}} if settings.benchmarks else {}
-    return config, (*files, *task_files(filter(is_task_file, settings.benchmark_files)), *settings.benchmark_files)
+    return config, (*files, *settings.benchmark_files)
 
 
 def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
@@ -205,47 +202,6 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
     if recipe.export is not None:
         config = _part(recipe, "name", "description", "export")
         yield Step("export", _of_eval("export"), config, inputs, version=3, check=_of_eval("check_export"))
-
-
-# ---- what a recipe reads ----
-
-
-def prepare_process(recipe: Recipe) -> None:
-    """Set the environment variables that libraries read when they are imported."""
-    prepare()
-    if is_local(recipe):  # else the harness asks Hugging Face about tasks that are files here
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def is_local(recipe: Recipe) -> bool:
-    """Whether all that the recipe reads is on this machine."""
-    readers: list[Any] = [each for each in (recipe.data, recipe.sft, recipe.dpo) if each is not None]
-    for reader in readers:
-        for source in reader.sources:
-            if is_on_hub(source, reader.mirror) or is_url(location(source, reader.root, reader.mirror)):
-                return False
-    decontaminate = recipe.data.decontaminate if recipe.data else None
-    files = [*decontaminate.benchmark_files] if decontaminate else []
-    files = [file for file in files if file.endswith((".yaml", ".yml"))]
-    for benchmarks in _benchmarks(recipe):
-        for task in benchmarks.tasks:
-            is_here = benchmarks.data_dir is not None and (task in GROUPS or task in BENCHMARKS)
-            if is_task_file(task):
-                files.append(task)
-            elif not (is_here or of_pocket_world(task)):
-                return False
-    try:
-        return not any(map(on_hub, find_tasks(files)[0]))
-    except UserError:  # raised again where the task is read
-        return True
-
-
-def _benchmarks(recipe: Recipe) -> list[Any]:
-    """The settings of the evaluation and of the monitors."""
-    monitors = (getattr(recipe, name).monitor for name in recipe.trainings)
-    return [each for each in (recipe.evaluate, *monitors) if each is not None]
 
 
 def _files_of(benchmarks: EvaluateSettings | MonitorSettings) -> tuple[str, ...]:

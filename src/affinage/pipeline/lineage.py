@@ -16,7 +16,7 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.pipeline.models import FEED, ROWS, made_from, recorded
 from affinage.pipeline.store import read_manifest
-from affinage.results import DOCUMENT_STEPS, DocumentsResult, read_json, read_result
+from affinage.results import DOCUMENT_STEPS, read_json
 from affinage.training.health import data_offset_at
 
 
@@ -75,9 +75,7 @@ class TrainingRows:
         Yields {id, source, language, url, part, occurrences, rows: [{folder, number, steps}]} for each document.
         """
         if (split := made_from(self.folder, "split")) is None:
-            raise UserError(
-                "the documents that the rows were made from are gone", where=str(self.run), fix="Run it again."
-            )
+            raise UserError("the documents of the rows are gone", where=str(self.run), fix="Run it again.")
         text = unicodedata.normalize("NFC", text)
         every = re.compile(f"(?={re.escape(text)})", re.IGNORECASE)  # those that overlap, too
         for part in ("train", "validation"):
@@ -107,21 +105,14 @@ class TrainingRows:
         return ranges
 
 
-def documents(run: Path, step: str, part: str | None = None, reason: str | None = None) -> Iterator[dict[str, Any]]:
-    """The documents that a step passed on, in their order; or the samples that it kept of those removed for a reason.
+def documents(run: Path, step: str, part: str | None = None) -> Iterator[dict[str, Any]]:
+    """The documents that a step passed on, in their order; those of `split` have a `part`, train or validation.
 
-    Of `split` they also have a `part`, train or validation. Raises UserError if the run has no such documents.
+    Raises UserError if the run has no such documents.
     """
-    result = read_result(run / step, DocumentsResult) if step in DOCUMENT_STEPS else None
-    if result is None:
-        complete = [name for name in DOCUMENT_STEPS if read_manifest(run / name) is not None]
+    complete = [name for name in DOCUMENT_STEPS if read_manifest(run / name) is not None]
+    if step not in complete:
         raise UserError(f"this run has no documents of `{step}`", where=str(run), fix=f"It has {', '.join(complete)}.")
-    if reason is not None:
-        if reason not in result.removed:
-            listed = ", ".join(f"{name!r} ({count})" for name, count in result.removed.items()) or "none"
-            raise UserError(f"`{step}` removed nothing for {reason!r}", fix=f"Its reasons: {listed}.")
-        yield from (sample.model_dump(exclude_unset=True) for sample in result.samples.get(reason, ()))
-        return
     for name in ("train", "validation") if step == "split" else ("",):
         for batch in read_documents(run / step / name) if part in (None, name) else ():
             for document in batch.to_pylist():

@@ -5,6 +5,7 @@ A name is a path, a run, or a packaged recipe. A run is named `NAME[/STEP][@N]`:
 last training. Nothing here trains or imports JAX; `affinage.pipeline.opening` loads the models.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -17,8 +18,9 @@ from typing import Any, Literal
 from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, packaged_recipes
 from affinage.config.recipe import SCRATCH_LICENSE
 from affinage.errors import UserError, did_you_mean
+from affinage.pipeline.sources import fingerprints
 from affinage.pipeline.store import Store, read_manifest, read_request
-from affinage.results import RESULTS, read_json, read_json_lines
+from affinage.results import RESULTS, read_json
 
 MODEL = "model.json"  # beside the checkpoints of a training or an import: what is known of the model, see `facts_of`
 TOKENIZER = "tokenizer"  # the same, of an import; the tokenizer of a training is a result of its own
@@ -32,6 +34,7 @@ ROWS = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # 
 TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
 CHAT = ("dpo", "sft")  # those that make a chat model
 EVALUATIONS = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
+_OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
 _RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 _CHECKPOINT = re.compile(r"(.+)@(\d+|ema|mean:[1-9]\d*)")
 Checkpoint = int | str  # a step, "ema" for the moving average at the newest, or "mean:K" for the mean of the last K
@@ -52,11 +55,8 @@ class Target:
 def resolve(name: str, runs: Path) -> Target:
     """What `name` stands for: a path if it is one, else a run in the folder `runs`, else a packaged recipe.
 
-    A file counts if it has a recipe's suffix, a folder if it is a run, a model, or the result of a step. The target's
-    `warning` names the other meaning where there are two.
-
-    Raises:
-        UserError: it stands for nothing; the message lists the runs and recipes.
+    A file counts if it has a recipe's suffix, a folder if it is a run, a model, or the result of a step. If there are
+    two meanings, the target's `warning` names the other. Raises UserError if it stands for nothing.
     """
     word, checkpoint = name, ""
     if not os.path.exists(name) and (parts := _CHECKPOINT.fullmatch(name)):
@@ -75,15 +75,9 @@ def resolve(name: str, runs: Path) -> Target:
     if not targets:
         if Path(word).suffix in _RECIPE_SUFFIXES:
             find_recipe(word)  # raises, with the nearest file beside it
-        run_name, _, part = word.rpartition("/")
-        if run_name and (runs / run_name / RECIPE).is_file():
-            steps = sorted(manifest.parent.name for manifest in (runs / run_name).glob("*/manifest.json"))
-            raise UserError(f"the run `{run_name}` has no `{part}`", fix=f"It has {', '.join(steps) or 'no results'}.")
-        what = (
-            f"the folder `{word}` is neither a run nor a model" if os.path.isdir(word) else f"nothing is named `{word}`"
-        )
         made, packaged = run_names(runs), [*packaged_recipes()]
         listed = f"Runs in {runs}: {', '.join(made) or 'none'}. Packaged recipes: {', '.join(packaged)}."
+        what = f"`{word}` is no run, no model and no recipe"
         raise UserError(what, fix=did_you_mean(word, [*made, *packaged]) or listed)
     if step is not None and targets[0].kind not in ("run", "model"):
         raise UserError("this has no checkpoints", where=name, fix=f"Write `{word}`.")
@@ -152,11 +146,7 @@ def recipe_of(
 
 
 def run_of(target: Target, runs: Path) -> Path:
-    """The folder of the run that a target is or belongs to; of a recipe, that of its name.
-
-    Raises:
-        UserError: the recipe was never run, with the command that runs it; or it is a model without a run.
-    """
+    """The folder of the run that a target is or belongs to; of a recipe, that of its name. UserError if it has none."""
     if target.run is not None or target.kind == "run":
         return target.run or target.path
     if target.kind != "recipe":
@@ -181,16 +171,13 @@ def trainings_of(run: Path) -> list[str]:
     return [name for name in TRAININGS if (run / name / MODEL).is_file()]
 
 
-def untrained(run: Path) -> dict[str, str]:
-    """The trainings of a run's recipe that are not complete, in their order, each with how far it is in words."""
-    recipe, missing = recorded(run), {}
-    for name in reversed(TRAININGS):
-        planned = recipe.get(name) is not None and (name != "pretrain" or recipe.get("data") is not None)
-        if planned and read_manifest(run / name) is None:
-            steps = read_json(run / name / FEED).get("steps")
-            step = max((line.get("step", 0) for line in read_json_lines(run / name / "metrics.jsonl")), default=0)
-            missing[name] = f"{name} (step {step:,} of {steps:,})" if steps and step else name
-    return missing
+def untrained(run: Path) -> list[str]:
+    """The trainings of a run's recipe that are not complete, in their order."""
+    recipe = recorded(run)
+    planned = [name for name in reversed(TRAININGS) if recipe.get(name) is not None]
+    if recipe.get("data") is None and "pretrain" in planned:
+        planned.remove("pretrain")
+    return [name for name in planned if read_manifest(run / name) is None]
 
 
 def is_evaluated(run: Path) -> bool:
@@ -202,43 +189,24 @@ def is_evaluated(run: Path) -> bool:
 
 
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
-    """Raise UserError for a run, named as a whole, whose trainings are not all complete.
+    """Raise UserError for a run, named as a whole, whose trainings are not all complete, with the command for them.
 
-    It has the command that completes it and what can be done `instead`, by default the names of the models there are.
+    `instead` is what else can be done; by default, to name one of the models that are there.
     """
     run = run_of(target, runs) if target.kind in ("run", "recipe") else None
     if run is None or target.step is not None or not (missing := untrained(run)):
         return
-    name = target.name if target.kind == "run" else run.name
     if not instead and (trained := trainings_of(run)):
-        instead = f"Or name a model that is there: {', '.join(f'{name}/{training}' for training in trained)}."
+        instead = f"Or name a model that is there: {', '.join(f'{run.name}/{training}' for training in trained)}."
     fix = "\n  ".join(filter(None, [f"Run it: {command('run', target.name, runs=runs)}", instead]))
-    raise UserError(f"`{target.name}` is not complete; to train: {', '.join(missing.values())}", fix=fix)
+    raise UserError(f"`{target.name}` is not complete; to train: {', '.join(missing)}", fix=fix)
 
 
 # ---- models ----
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """How far the training of a model is."""
-
-    model: str  # the name of the training, as every verb takes it
-    step: int
-    steps: int | None  # that the training has in all; None if that is not known
-    missing: tuple[str, ...]  # later trainings of its recipe that are not complete
-
-    def __str__(self) -> str:
-        whole = "" if self.steps is None else f" of {self.steps:,}"
-        rest = f"; not trained yet: {', '.join(self.missing)}" if self.missing else ""
-        return f"{self.model}, step {self.step:,}{whole}{rest}"
-
-
 def locate(target: Target, runs: Path) -> Target:
-    """The model that a target stands for: of kind `hub` or `model`, its path that of the folder with its weights.
-
-    Of a run, the model is its last training that has begun.
-    """
+    """The model that a target stands for, its path that of the weights; of a run, its last training that has begun."""
     if target.kind in ("model", "hub"):
         return replace(target, path=target.path.resolve())
     if target.kind == "result":
@@ -251,31 +219,53 @@ def locate(target: Target, runs: Path) -> Target:
     return replace(target, kind="model", path=(run / trained[0]).resolve(), run=run)
 
 
-def state_of(target: Target, runs: Path) -> ModelState | None:
-    """How far the training of a model is; None for a model that no recipe trained here."""
+def state_of(target: Target, runs: Path) -> dict[str, Any]:
+    """How far the training of a model is: {model, step, steps in all}; {} for a model that no recipe trained here."""
     model = locate(target, runs)
     folder, step, request = model.path, model.step, read_request(model.path)
     if request is None or model.kind == "hub":
-        return None
-    name = target.name if step is None else target.name.rpartition("@")[0]
-    if target.kind == "recipe" and model.run is not None:
-        name = model.run.name
-    name += f"/{request.step}" if target.kind in ("run", "recipe") else ""
+        return {}
+    name = folder.name if model.run is None else f"{model.run.name}/{request.step}"
     saved = [int(mark.parent.name) for mark in checkpoints_of(folder, step).glob("*/commit_success.txt")]
-    later = TRAININGS[: TRAININGS.index(request.step)] if request.step in TRAININGS else ()
-    return ModelState(
-        model=f"{name}@{step}" if isinstance(step, str) else name,
-        step=step if isinstance(step, int) else max(saved, default=0),
-        steps=(read_json(folder / "summary.json") or read_json(folder / FEED)).get("steps"),
-        missing=() if model.run is None else tuple(each for each in untrained(model.run) if each in later),
-    )
+    reached = step if isinstance(step, int) else max(saved, default=0)
+    steps = (read_json(folder / "summary.json") or read_json(folder / FEED)).get("steps") or reached
+    return {"model": f"{name}@{step}" if isinstance(step, str) else name, "step": reached, "steps": steps}
+
+
+def results_folder(target: Target, runs: Path) -> Path:
+    """Where `affinage eval` keeps the results of a model as it is now, which is known without reading its weights."""
+    model = locate(target, runs)
+    folder, step = model.path, model.step
+    if model.kind == "hub":
+        files = [str(file) for file in sorted(folder.iterdir()) if file.suffix in _OF_A_MODEL and file.is_file()]
+        parts = [[Path(file).name, digest] for file, digest in fingerprints(files).items()]
+    else:
+        from affinage.checkpoint import CheckpointStore
+
+        store = CheckpointStore(checkpoints_of(folder, step))
+        steps = averaged_steps(step, store.steps())
+        parts = [[str(each), store.metadata(each).fingerprint] for each in steps]
+        parts += [[str(step), hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()]]
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return runs / "evaluations" / f"{folder.name}-{digest[:12]}"
+
+
+def eval_results(target: Target, runs: Path) -> Path | None:
+    """The folder with the answers of a run, a model or a step of evaluation; None if there are none of it as it is now.
+
+    Of a model, the results of `affinage eval` come before those of its run's own evaluation.
+    """
+    if target.kind == "result":
+        return target.path if (target.path / ITEMS).is_dir() else None
+    run, trainings = (target.path.parent, [target.path.name]) if target.kind == "model" else (target.path, TRAININGS)
+    folders = [run / EVALUATIONS[each] for each in trainings if each in EVALUATIONS and target.step is None]
+    if target.kind != "run" or trainings_of(run):
+        folders.insert(0, results_folder(target, runs))
+    return next((folder for folder in folders if (folder / ITEMS).is_dir()), None)
 
 
 def checkpoints_of(training: Path, step: Checkpoint | None = None) -> Path:
-    """The folder of the checkpoints of a training: those of `step`, or what stands for the training as a whole.
-
-    That is the one kept from before a benchmark became worse, where there is one.
-    """
+    """The folder with the checkpoints of a training; without a `step`, that of the one which a monitor kept, if any."""
     kept = training / KEPT
     return kept if step is None and kept.is_dir() else training / "checkpoints"
 
@@ -302,8 +292,7 @@ def facts_of(model: Path) -> dict[str, Any]:
     """What is known of a model beside its weights: its model.json; of a Hugging Face folder the same, from its files.
 
     That is `graph`, `context`, `system_prompt`, `precision` and, where there are such, `chat_template`, `lora`,
-    `release` (license and sampling settings of the import that it began with), `begun_with` (where Hugging Face's
-    libraries find that one) and `imported` (see `affinage.hub.read.hub_facts`).
+    `release` and `begun_with` (license, sampling settings and place of the import that it began with), `imported`.
     """
     if (model / HUB_CONFIG).is_file() and not (model / MODEL).is_file():
         from affinage.hub.read import hub_facts
@@ -323,10 +312,9 @@ def is_chat(model: Path) -> bool:
 
 
 def release_of(model: Path, license: str | None) -> tuple[str | None, dict[str, Any]]:
-    """The license and the sampling settings of an export of this model.
+    """The license, None if unknown, and the sampling settings of an export; a chosen `license` comes first.
 
-    An imported model, and one that was trained from it, has those of the import, under `license` if that is not None.
-    The license is None if it is not known.
+    An imported model, and one that was trained from it, has those of the import.
     """
     facts = facts_of(model)
     release = facts.get("imported", facts).get("release")
@@ -343,24 +331,6 @@ def results_of(training: Path, run: Path) -> dict[str, Path]:
     results[request.step] = training
     evaluated = {step for name, step in EVALUATIONS.items() if name in results and read_manifest(run / step)}
     return results | {step: run / step for step in evaluated}
-
-
-def adapter_base(target: Target, runs: Path) -> tuple[str, str]:
-    """The model that a training's adapters belong on: the training before it, or the one that its recipe begins with.
-
-    Returns:
-        its name as verbs take it ("" for an imported one), and its place: a repository of the hub, or a folder that
-        transformers loads ("" where none is known).
-    """
-    training = locate(target, runs).path
-    request = read_request(training)
-    before = next((name for name in TRAININGS if request is not None and name in request.inputs), "")
-    base = made_from(training, before)
-    if request is None or base is None:
-        origin = str(facts_of(training).get("begun_with", ""))
-        return "", "" if Path(origin).is_absolute() and not Path(origin).is_dir() else origin
-    step = request.settings.get(request.step, {}).get("from_step")
-    return str(base if target.run is None else target.run / before) + (f"@{step}" if step else ""), ""
 
 
 # ---- what a recipe begins with ----
@@ -380,7 +350,7 @@ def initial_folder(loaded: LoadedRecipe) -> Path | None:
 
 def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:
     """The Jinja template of the recipe's conversations, with the tokenizer in a folder; None for ChatML."""
-    chosen = loaded.recipe.chat_template
+    chosen, fix = loaded.recipe.chat_template, "Name a Jinja file, or write `chat_template: chatml`."
     if chosen == "chatml":
         return None
     where = loaded.locate(("chat_template",))
@@ -389,14 +359,10 @@ def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None
 
         if tokenizer is not None and (template := template_in(tokenizer)):
             return template
-        fix = "Name a Jinja file, or write `chat_template: chatml`."
         raise UserError("the tokenizer has no chat template of its own", where=where, fix=fix)
-    path = loaded.beside(chosen, ("chat_template",))
     try:
-        text = path.read_text(encoding="utf-8")
-        return str(json.loads(text)["chat_template"] if path.suffix == ".json" else text)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        fix = "`chatml`, `tokenizer`, a Jinja file, or a tokenizer_config.json with a `chat_template`."
+        return loaded.beside(chosen, ("chat_template",)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise UserError(f"there is no chat template in `{chosen}`", where=where, fix=fix) from error
 
 
@@ -407,17 +373,12 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
         return None
     from affinage.checkpoint.store import complete_steps
 
-    where, (path, _, step) = loaded.locate((section, "resume_from")), named.partition("@")
+    path, _, step = named.partition("@")
     folder = loaded.beside(path, (section, "resume_from"))
-    folder = folder / section if (folder / section).is_dir() else folder
-    if folder.parent.name == loaded.recipe.name:
-        fix = "Give this recipe another `name`: what is extended stays as it is."
-        raise UserError(f"`{named}` is this run itself", where=where, fix=fix)
-    steps = complete_steps(folder / "checkpoints")
-    if not steps or (step and step not in map(str, steps)):
-        others = (
-            f"one of its steps: @{', @'.join(map(str, steps))}" if steps else "a step of it: runs/NAME/pretrain@STEP"
-        )
-        fix = f"Name a training: runs/NAME/pretrain, or {others}."
-        raise UserError(f"there is no checkpoint `{named}`", where=where, fix=fix)
+    steps, is_own = complete_steps(folder / "checkpoints"), folder.parent.name == loaded.recipe.name
+    if is_own or not steps or (step and step not in map(str, steps)):
+        what = f"`{named}` is this run itself" if is_own else f"there is no checkpoint `{named}`"
+        listed = ", @".join(map(str, steps)) or "STEP"
+        fix = f"Name a training of another run, runs/NAME/{section}, or one of its steps: @{listed}."
+        raise UserError(what, where=loaded.locate((section, "resume_from")), fix=fix)
     return folder.resolve(), int(step) if step else steps[-1]

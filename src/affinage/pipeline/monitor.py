@@ -1,11 +1,7 @@
-"""Benchmarks during a training: scored for the log, and compared item by item so that a regression can end it.
-
-Loss continues to fall when benchmarks do not, and scores of small subsets wander by themselves. So points are compared
-item by item, by McNemar's exact test, corrected for the number of comparisons.
-"""
+"""Benchmarks during a training: scored for the log, and compared item by item so that a regression can end it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +27,6 @@ ANSWERS = "benchmarks.db"  # of the scores that are being computed
 _BINARY = ("acc_norm", "acc", "exact_match")  # metrics that are 0 or 1 for an item
 
 Answers = Mapping[str, list[int]]  # task -> 1 for every item with a right answer, 0 for the others
-Metrics = Mapping[str, Mapping[str, Any]]  # task -> metric -> {value, stderr}
 
 
 class _Stopped(Exception):
@@ -77,25 +72,25 @@ class BenchmarkMonitor:
             if not point["worse"] and self.settings.on_regression != "log":
                 self.keep(step, state)
             if Processes.at_work().first:
-                facts = {"threshold": self.threshold(len(right)), "points": self.points}
-                write_json(self._context.folder / POINTS, facts)
-            self.say(f"step {step:,}/{self.steps:,}  monitor: {', '.join([*_shown(point), *_worse(point)])}")
+                write_json(self._context.folder / POINTS, {"points": self.points})
+            shown = [f"{task} {100 * one['value']:.1f} ± {100 * one['stderr']:.1f} %" for task, one in scores.items()]
+            self.say(f"step {step:,}/{self.steps:,}  monitor: {', '.join([*shown, *_worse(point)])}")
         return {"tasks": point["tasks"]}, "; ".join(_worse(point)) if self.settings.on_regression == "stop" else ""
 
     def regressed(self, answers: Answers) -> list[dict[str, Any]]:
-        """The tasks that are worse than at an earlier point: {task, than: its step, p}."""
+        """The tasks that are worse than at an earlier point: {task, than: its step, p}.
+
+        A p-value counts below `alpha`, divided by the number of tasks times pairs of points (Bonferroni).
+        """
+        points = 1 + math.ceil(self.steps / self.settings.every_steps)
+        threshold = self.settings.alpha / max(1, len(answers) * math.comb(points, 2))
         compared = (
             {"task": task, "than": before["step"], "p": mcnemar(before["right"][task], right)}
             for task, right in answers.items()
             for before in self.points
             if len(before["right"].get(task, ())) == len(right)  # other items, of a training that was resumed with them
         )
-        return [test for test in compared if test["p"] < self.threshold(len(answers))]
-
-    def threshold(self, tasks: int) -> float:
-        """`alpha` divided by the number of tasks times pairs of points (Bonferroni)."""
-        points = 1 + math.ceil(self.steps / self.settings.every_steps)
-        return self.settings.alpha / max(1, tasks * math.comb(points, 2))
+        return [test for test in compared if test["p"] < threshold]
 
     def keep(self, step: int, state: TrainState) -> None:
         """Save the state of a step in place of the training's checkpoints."""
@@ -103,8 +98,8 @@ class BenchmarkMonitor:
         store.save(step, {"params": state.params}, {"step": step})
         store.wait()
 
-    def score(self, state: TrainState, stop: Callable[[], bool]) -> tuple[Metrics, Answers] | None:
-        """The metrics and answers of a state; None once `stop` returns true.
+    def score(self, state: TrainState, stop: Callable[[], bool]) -> tuple[dict[str, Any], Answers] | None:
+        """The metrics {task: {metric: {value, stderr}}} and answers of a state; None once `stop` returns true.
 
         Answers are stored as they come, under a fingerprint of the weights: a training that was stopped or killed comes
         to the same weights again, bit for bit, and computes none twice.
@@ -161,15 +156,6 @@ class BenchmarkMonitor:
             what = f"not all of these have a metric that is right or wrong for an item: {', '.join(_BINARY)}"
             raise UserError(what, where=key, fix="Choose tasks that have one and are scored by log-likelihood.")
         return {task: entry["metrics"] for task, entry in results["tasks"].items()}, right
-
-
-def _shown(point: Mapping[str, Any]) -> Iterator[str]:
-    for task, metrics in point["tasks"].items():
-        if score := point["scores"].get(task):
-            yield f"{task} {100 * score['value']:.1f} ± {100 * score['stderr']:.1f} %"
-        else:
-            name, metric = next(iter(metrics.items()))
-            yield f"{task} {name} {metric['value']:.4g}"
 
 
 def _worse(point: Mapping[str, Any]) -> list[str]:

@@ -20,8 +20,7 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from affinage.checkpoint import CheckpointStore
-from affinage.config.parallel import LogicalAxis, MeshAxis
-from affinage.config.training import LoraSettings, PrecisionSettings
+from affinage.config.training import LogicalAxis, LoraSettings, MeshAxis, PrecisionSettings
 from affinage.data.tokenizer import Tokenizer, add_chat_tokens
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
@@ -49,7 +48,7 @@ _RECIPE = """\
 # Begins with the weights and the tokenizer of {name}, which lie beside this file.
 #
 #   affinage run {file} --set data.sources='[my_text/]'      to train on, on text of yours
-#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, with `sft` uncommented
+#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, with an `sft` section
 {settings}
 data:
   sources: [my_text/]
@@ -59,13 +58,6 @@ pretrain:
   steps: 1000
   batch_size: 8
   schedule: {{peak_lr: 5.0e-5, min_lr: 5.0e-6, warmup_ratio: 0.05}}
-
-# sft:
-#   sources: [my_conversations.jsonl]
-#   system_prompt: {system_prompt}
-#   steps: 1000
-#   batch_size: 8
-#   schedule: {{peak_lr: 2.0e-5, min_lr: 2.0e-6, warmup_ratio: 0.05}}
 """
 
 
@@ -74,11 +66,8 @@ def open_model(
 ) -> LoadedModel:
     """Load the model that a name stands for, split over devices along the axes of `mesh`; a copy on each without one.
 
-    A Hugging Face folder is read as `affinage import` does, into the memory of the devices. `sharding` replaces lines
-    of the table by which weights are split.
-
-    Raises:
-        UserError: there is no such run, training or checkpoint, or the model cannot be split over the mesh.
+    `sharding` replaces lines of the table by which weights are split. Raises UserError if there is no such model, or it
+    cannot be split over the mesh.
     """
     target = models.locate(models.resolve(name, runs) if isinstance(name, str) else name, runs)
     folder = target.path
@@ -172,7 +161,6 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
         name=name,
         file=shlex.quote(str(folder / "recipe.yaml")),
         settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120),
-        system_prompt=json.dumps(facts["system_prompt"], ensure_ascii=False),
     )
     (making / "recipe.yaml").write_text(recipe, encoding="utf-8")
     store = CheckpointStore(making / "checkpoints")
@@ -214,11 +202,7 @@ def trained_params(training: Path, graph: Graph, step: Checkpoint | None, abstra
 
 
 def open_adapters(target: Target, runs: Path) -> tuple[Adapters, Any]:
-    """The adapters that a training has trained, and their A and B.
-
-    Raises:
-        UserError: as `open_model`, and if it trained all weights.
-    """
+    """The adapters that a training has trained, and their A and B; UserError if it trained all weights."""
     model, pair = models.locate(target, runs), None
     if model.kind != "hub":
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -155,13 +155,9 @@ class PipelineRunner:
                 each.step.check(self.loaded)
 
     def run(self, listener: ProgressListener) -> dict[str, float]:
-        """Run what is not complete. The other processes of a run call `follow`.
+        """Run what is not complete, while the other processes of a run call `follow`. Returns the seconds of each step.
 
-        Returns:
-            The seconds that each step took which ran.
-
-        Raises:
-            UserError: also if another process is at the same run.
+        Raises UserError also if another process is at the same run.
         """
         Processes.current.broadcast(_SAME, self._common())
         try:
@@ -206,10 +202,7 @@ class PipelineRunner:
     # ---- the run ----
 
     def _run(self, listener: ProgressListener) -> dict[str, float]:
-        steps, remote, seconds = self.plan(), self._remote, dict[str, float]()
-        if all(planned.reason == _COMPLETE for planned in steps):
-            self._note(steps)
-            return {}
+        remote, seconds = self._remote, dict[str, float]()
         try:
             lock = self.store.lock(f"{self.loaded.recipe.name}.run").acquire()
         except Timeout:
@@ -217,7 +210,7 @@ class PipelineRunner:
             raise UserError("another process is at this run", where=str(self.folder), fix=fix) from None
         with lock:
             self.store.sweep()
-            steps = self.plan()  # again: another process may have been at some of them
+            steps = self.plan()
             for planned in reversed(steps):
                 if planned.forced:
                     self.store.discard(planned.request)
@@ -305,38 +298,20 @@ class PipelineRunner:
 # ---- sweeps ----
 
 
-@dataclass(frozen=True)
-class Point:
-    """One choice of every setting of a sweep's grid."""
-
-    number: int  # from 1
-    settings: dict[str, Any]  # key of the recipe -> value
-    loaded: LoadedRecipe
-
-
-def points(recipe: str, overrides: Sequence[str]) -> list[Point]:
-    """The points of a recipe's `sweep`, the last setting varying fastest, each with its recipe.
-
-    Raises:
-        UserError: there is no grid, or a point of it is no recipe.
-    """
+def points(recipe: str, overrides: Sequence[str]) -> list[tuple[dict[str, Any], LoadedRecipe]]:
+    """The points of a recipe's `sweep`, the last setting varying fastest: the settings of each, and its recipe."""
     loaded = load_recipe(recipe, overrides)
-    grid = loaded.recipe.sweep
+    grid, made = loaded.recipe.sweep, []
     if not grid:
         fix = "Give settings and values: --set 'sweep={sft.steps: [100, 300], sft.schedule.peak_lr: [1e-3, 3e-4]}'"
         raise UserError("this recipe has no `sweep`", where=str(loaded.path), fix=fix)
-    made = []
     for number, values in enumerate(itertools.product(*grid.values()), 1):
         settings = dict(zip(grid, values))
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        words += [f"name={loaded.recipe.name}-{number:03}"]
         try:
-            point = load_recipe(recipe, [*overrides, *words])
+            point = load_recipe(recipe, [*overrides, *words, f"name={loaded.recipe.name}-{number:03}"])
         except UserError as error:
-            for key in grid:  # which was written in the grid
-                where, written = f"--set {key}", loaded.locate(("sweep", key))
-                error.where = written if error.where == where else error.where
-                error.what = error.what.replace(f"\n{where}: ", f"\n{written}: ")
+            error.where = loaded.locate(("sweep",))
             raise
-        made.append(Point(number, settings, replace(point, recipe=point.recipe.model_copy(update={"sweep": {}}))))
+        made.append((settings, replace(point, recipe=point.recipe.model_copy(update={"sweep": {}}))))
     return made

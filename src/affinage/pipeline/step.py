@@ -57,8 +57,7 @@ class StepContext:
 class Step:
     """One step of the pipeline. Its result is a function of all fields down to `sources`, which make up its key.
 
-    Raise `version` with every change of the code that makes a step give another result for the same input.
-    `tests/pipeline/test_versions.py` fails where that was forgotten.
+    Raise `version` with every change of a step's results; `tests/pipeline/test_versions.py` fails if that is forgotten.
     """
 
     name: str

@@ -126,12 +126,10 @@ def _benchmark_items(context: StepContext) -> list[BenchmarkItem]:
     """The items that text must not hold."""
     settings, evaluated = _settings(context).decontaminate, context.recipe.evaluate
     assert settings is not None
-    tasks = [name for name in settings.benchmark_files if name.endswith((".yaml", ".yml"))]
+    items = [item for path in settings.benchmark_files for item in read_items(path)]
     if settings.benchmarks and evaluated is not None:
-        tasks += [task for task in evaluated.tasks if not of_pocket_world(task)]
-    items = list(benchmark_items(tasks, evaluated.data_dir if evaluated else None)) if tasks else []
-    for path in settings.benchmark_files:
-        items += read_items(path) if path not in tasks else ()
+        tasks = [task for task in evaluated.tasks if not of_pocket_world(task)]
+        items += benchmark_items(tasks, evaluated.data_dir) if tasks else []
     return items
 
 
@@ -186,17 +184,13 @@ def check_filter(loaded: LoadedRecipe) -> None:
 
 
 def check_decontaminate(loaded: LoadedRecipe) -> None:
-    """What `benchmark_files` names are task files, or files of items; so are the benchmarks of the evaluation."""
+    """What `benchmark_files` names are files of items; and the benchmarks of the evaluation exist."""
     recipe = loaded.recipe
     assert recipe.data is not None and recipe.data.decontaminate is not None
     for index, path in enumerate(recipe.data.decontaminate.benchmark_files):
         key = ("data", "decontaminate", "benchmark_files", index)
         check_exists(loaded, path, *key)
-        if not path.endswith((".yaml", ".yml")):
-            kind_of_items(path, loaded.locate(key))
-            continue
-        with at(loaded, *key):
-            check_names([path], where=path)
+        kind_of_items(path, loaded.locate(key))
     if recipe.data.decontaminate.benchmarks and recipe.evaluate is not None:
         check_benchmarks(loaded, ("evaluate",))
 

@@ -1,7 +1,7 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
 import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def train_step(context: StepContext) -> Summary:
         if (folder := initial_folder(context.loaded)) is not None:
             imported = read_json(folder / MODEL)["imported"]
             facts["release"] = imported.get("release", {})
-            if _before(inputs) is None and "from" in imported:
+            if not {"pretrain", "sft"} & inputs.keys() and "from" in imported:
                 facts["begun_with"] = imported["from"]
         write_json(context.folder / MODEL, facts)
     summary = train(job)
@@ -128,7 +128,7 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
         fields["store"] = CheckpointStore(f"{context.saves_to}/checkpoints", saved=uploader.saved, **rules)
     initial: Callable[[Any], Any] | None = None  # random weights
-    if (before := _before(inputs)) is not None:
+    if (before := inputs.get("sft") or inputs.get("pretrain")) is not None:
         initial = partial(trained_params, before, base, getattr(settings, "from_step", None))
     elif (folder := initial_folder(context.loaded)) is not None:
         initial = initial_params(folder, base)
@@ -150,11 +150,6 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
         measured=context.on_metrics,
         **fields,
     )
-
-
-def _before(inputs: Mapping[str, Path]) -> Path | None:
-    """The training that this one begins with; None if it is the first."""
-    return inputs.get("sft") or inputs.get("pretrain")
 
 
 def _graph_of(context: StepContext) -> Graph:

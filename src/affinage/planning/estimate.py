@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from affinage.config.parallel import ParallelSettings, Remat, RematSettings
-from affinage.config.training import TrainSettings
+from affinage.config.training import ParallelSettings, Remat, RematSettings, TrainSettings
 from affinage.hardware.chips import Chip, Slice, chip, cpu, memory_text
 from affinage.model import Graph
 from affinage.model.forward import batch_shapes

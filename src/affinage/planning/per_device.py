@@ -13,8 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import Array
 from typing_extensions import override
 
-from affinage.config.parallel import ParallelSettings
-from affinage.config.training import TrainSettings
+from affinage.config.training import ParallelSettings, TrainSettings
 from affinage.hardware.chips import Slice
 from affinage.hardware.devices import measured_speed
 from affinage.model import ApplyConfig, Graph, parse

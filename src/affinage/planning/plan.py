@@ -10,9 +10,8 @@ from typing import Any, Literal
 import jax
 
 from affinage.config.load import LoadedRecipe
-from affinage.config.parallel import ParallelSettings
 from affinage.config.recipe import Recipe
-from affinage.config.training import DpoSettings, TrainSettings
+from affinage.config.training import DpoSettings, ParallelSettings, TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import COMPARED, Slice, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from affinage.config.parallel import RematPreset
 from affinage.config.recipe import Recipe
+from affinage.config.training import RematPreset
 from affinage.errors import UserError
 from affinage.hardware.chips import Slice, find_slice
 from affinage.model import Graph

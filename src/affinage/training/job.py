@@ -9,9 +9,8 @@ import numpy as np
 
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.remote import Uploader
-from affinage.config.parallel import ParallelSettings
 from affinage.config.recipe import RuntimeSettings
-from affinage.config.training import TrainSettings
+from affinage.config.training import ParallelSettings, TrainSettings
 from affinage.hardware.devices import Hardware
 from affinage.model import Graph
 from affinage.parallel import Strategy

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from affinage.config.parallel import RematPreset
-from affinage.config.training import TrainSettings
+from affinage.config.training import RematPreset, TrainSettings
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, Graph, apply, decayed, logical_axes
 from affinage.model.forward import context_of
