@@ -21,12 +21,9 @@ from waiting import until
 TINY = Path(__file__).parent / "recipes" / "tiny.yaml"
 
 
-def python(program: str, *words: str, before: str = "", **options: object) -> subprocess.CompletedProcess[str]:
-    """What a program of Python said, and how it ended. `before`: what a shell does to its streams, such as `2>&-`."""
-    command = [sys.executable, "-c", program, *words]
-    shell = ["sh", "-c", f'exec "$@" {before}', "sh"] if before else []
-    given = {"capture_output": True, "text": True, "timeout": 300, **options}
-    return subprocess.run([*shell, *command], **given)  # type: ignore[call-overload]
+def python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """What a program of Python said, and how it ended."""
+    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=300)
 
 
 def begun(program: str, *words: str, **options: object) -> subprocess.Popen[str]:
