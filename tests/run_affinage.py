@@ -1,11 +1,14 @@
 """The program, run in the process of the test."""
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from affinage.cli import main
+from affinage.errors import UserError
 
 Affinage = Callable[..., tuple[int, str, str]]
 
@@ -30,3 +33,10 @@ def affinage(capsys: pytest.CaptureFixture[str]) -> Affinage:
         return ended.value.code or 0, shown.out, shown.err  # type: ignore[return-value]
 
     return run
+
+
+def refused(call: Callable[..., object], *given: Any, match: str | re.Pattern[str] = "", **named: Any) -> UserError:
+    """The mistake for which a call is refused; its message has `match` in it."""
+    with pytest.raises(UserError, match=match) as caught:
+        call(*given, **named)
+    return caught.value

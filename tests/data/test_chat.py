@@ -10,7 +10,7 @@ from template_forms import PIECES, PLAIN, ours, with_template
 
 from affinage.data.chat import ChatTemplate, chat_template, encode_conversation, encode_prompt
 from affinage.data.special_tokens import IM_END
-from affinage.errors import UserError
+from run_affinage import refused
 
 TALK = [
     {"role": "user", "content": "Was the cat  there ?"},
@@ -90,9 +90,7 @@ def test_answers_end_with_their_turn_and_documents_with_a_token_that_no_conversa
     lambda: encode_prompt(PLAIN[:1], ours("mistral"), "Be kind."),  # no system message
 ])  # fmt: skip
 def test_what_a_template_refuses_is_told_of_it(act):
-    with pytest.raises(UserError) as error:
-        act()
-    assert error.value.where == "chat_template"
+    assert refused(act).where == "chat_template"
 
 
 HOSTILE = [
@@ -109,6 +107,5 @@ HOSTILE = [
 def test_a_hostile_template_gets_nowhere(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     messages = [dict(PLAIN[0])]
-    with pytest.raises(UserError):
-        ChatTemplate(source, ours("qwen3")).render(messages)
+    refused(lambda: ChatTemplate(source, ours("qwen3")).render(messages))
     assert messages == PLAIN[:1] and not list(tmp_path.iterdir())

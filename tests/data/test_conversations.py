@@ -13,6 +13,7 @@ import zstandard
 from affinage.config.training import SftSettings
 from affinage.data.conversations import open_source, parse_pair, read_lines
 from affinage.errors import UserError
+from run_affinage import refused
 from source_forms import write_lines
 
 QUESTION, ANSWER, WORSE = ({"role": role, "content": text} for role, text in
@@ -63,8 +64,7 @@ def test_published_forms_are_read_and_their_text_is_normalized(tmp_path: Path):
 def test_a_named_form_is_taken_before_the_one_that_the_keys_fit(tmp_path: Path):
     path = write_lines(tmp_path / "c.jsonl", [{"messages": TALK, "instruction": "i", "output": "o"}])
     assert next(read(path)) == TALK and next(read(path, "alpaca"))[0]["content"] == "i"
-    with pytest.raises(UserError, match="sharegpt"):
-        next(read(path, "sharegpt"))
+    refused(next, read(path, "sharegpt"), match="sharegpt")
 
 
 def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Path):
@@ -144,6 +144,4 @@ def test_pairs_of_published_forms_are_read(item: dict):
     ids=str,
 )
 def test_a_line_that_is_no_pair_is_refused(rest: dict):
-    with pytest.raises(UserError) as error:
-        parse_pair({"chosen": "a"} | rest, where="pairs.jsonl:1", name="")
-    assert error.value.where == "pairs.jsonl:1"
+    assert refused(parse_pair, {"chosen": "a"} | rest, where="pairs.jsonl:1", name="").where == "pairs.jsonl:1"

@@ -19,7 +19,8 @@ from affinage.data.decontaminate import write_items
 from affinage.data.overlap import BenchmarkItem
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data, show_examples
-from affinage.errors import UserError, UserWarned
+from affinage.errors import UserWarned
+from run_affinage import refused
 from source_forms import write_lines
 
 SETTINGS = {"steps": 1, "batch_size": 1, "schedule": {"peak_lr": 1e-3, "min_lr": 0}, "validation_fraction": 0}
@@ -140,20 +141,17 @@ def test_conversations_with_nothing_to_train_are_left_out_and_must_not_be_all(bp
     summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *nothing])
     assert summary["dropped"] == 2 and summary["train"]["conversations"] == 1 and summary["validation"] == {}
     for talks in (nothing, []):
-        with pytest.raises(UserError) as error:
-            prepare(tmp_path, bpe, talks)
-        assert error.value.where == "sft.sources" and error.value.fix
+        mistake = refused(prepare, tmp_path, bpe, talks)
+        assert mistake.where == "sft.sources" and mistake.fix
 
 
 def test_bad_lines_stop_or_are_counted_with_the_first_reason(bpe: Tokenizer, tmp_path: Path):
-    with pytest.raises(UserError):
-        prepare(tmp_path, bpe, [ask("Why?", "x"), *BAD])
+    refused(prepare, tmp_path, bpe, [ask("Why?", "x"), *BAD])
     with pytest.warns(UserWarned, match=r"source-0.jsonl:2"):
         summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *BAD], on_error="skip")
     assert summary["bad"] == len(BAD) and summary["train"]["conversations"] == 1
-    with pytest.raises(UserError) as error:
-        prepare(tmp_path, bpe, BAD, on_error="skip")
-    assert "no conversation" in error.value.fix  # why the first one cannot be used
+    mistake = refused(prepare, tmp_path, bpe, BAD, on_error="skip")
+    assert "no conversation" in mistake.fix  # why the first one cannot be used
     with pytest.warns(UserWarned):  # one that the template cannot write
         summary = prepare(tmp_path, ours("mistral"), [[PLAIN[0], *PLAIN[:2]], PLAIN[:2]], on_error="skip")
     assert summary["bad"] == summary["train"]["conversations"] == 1
@@ -220,8 +218,7 @@ def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenize
 
 
 def test_pairs_that_cannot_be_used_are_refused_or_counted(bpe: Tokenizer, tmp_path: Path):
-    with pytest.raises(UserError) as error:
-        prepare(tmp_path, bpe, [{"prompt": "q", "chosen": "a"}], pairs=True)
-    assert error.value.where.endswith("source-0.jsonl:1")
+    mistake = refused(prepare, tmp_path, bpe, [{"prompt": "q", "chosen": "a"}], pairs=True)
+    assert mistake.where.endswith("source-0.jsonl:1")
     summary = prepare(tmp_path, bpe, [{**PAIR, "rejected": "a"}, PAIR], pairs=True)
     assert summary["identical"] == summary["dropped"] == summary["train"]["conversations"] == 1

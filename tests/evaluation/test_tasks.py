@@ -29,6 +29,7 @@ from affinage.evaluation.tasks import (
 from affinage.results import headline
 from benchmark_fixtures import ITEMS, write_items
 from choice_task import write_task
+from run_affinage import refused
 from tiny_models import tiny_llama
 
 TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "one.jsonl"}}}
@@ -58,9 +59,8 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
     path.write_bytes(gzip.compress(json.dumps({"n": 1}).encode() + b"\n\n"))
     assert read_json_lines(data_files={"test": [str(path)]})["test"]["n"] == [1]
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n\n{"a" 2}\n')
-    with pytest.raises(UserError, match="delimiter") as refused:
-        read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]})
-    assert refused.value.where == f"{tmp_path / 'bad.jsonl'}:3"
+    error = refused(read_json_lines, data_files={"test": [str(tmp_path / "bad.jsonl")]}, match="delimiter")
+    assert error.where == f"{tmp_path / 'bad.jsonl'}:3"
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,14 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
 def test_a_task_file_that_cannot_be_used_is_refused_at_its_place(tmp_path, content, named):
     if content is not None:
         write(tmp_path, "one.yaml", content)
-    with pytest.raises(UserError) as refused:
-        find_tasks([str(tmp_path / "one.yaml")])
-    assert "one.yaml" in f"{refused.value.where} {refused.value.what}" and named in str(refused.value)
+    error = refused(find_tasks, [str(tmp_path / "one.yaml")])
+    assert "one.yaml" in f"{error.where} {error.what}" and named in str(error)
 
 
 def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path: Path):
     (tmp_path / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'sprung')!r}).touch()")
     (tmp_path / "t.yaml").write_text("task: t\ndataset_path: json\nprocess_docs: !function evil.run\n")
-    with pytest.raises(UserError):
-        find_tasks([str(tmp_path / "t.yaml")])
+    refused(find_tasks, [str(tmp_path / "t.yaml")])
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(jinja2.sandbox.SecurityError):
         utils.apply_template(escape, {})
@@ -187,9 +185,8 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
 def test_an_unknown_name_is_refused_with_the_nearest():
     check_names(["julian", "hellaswag"], where="--tasks")
     for name, nearest in (("hellaswagg", "`hellaswag"), ("JULIAN", ""), ("pocket_fact_en", "`pocket_facts_en`")):
-        with pytest.raises(UserError) as refused:
-            check_names([name], where="--tasks")
-        assert nearest in refused.value.fix and refused.value.fix and refused.value.where == "--tasks"
+        error = refused(check_names, [name], where="--tasks")
+        assert nearest in error.fix and error.fix and error.where == "--tasks"
 
 
 # ---- named benchmarks over local files
@@ -259,13 +256,11 @@ def test_every_benchmark_is_scored_with_its_metrics_and_standard_errors(tmp_path
 
 def test_a_folder_without_the_items_or_with_a_row_of_another_form_is_refused(tmp_path):
     for task, named in (("arc_easy", "arc_easy"), ("french", "french"), ("quickstart", "pocket world")):
-        with pytest.raises(UserError, match=named) as refused:
-            find_tasks([task], tmp_path)
-        assert refused.value.fix or refused.value.where
+        error = refused(find_tasks, [task], tmp_path, match=named)
+        assert error.fix or error.where
     (tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
     (config,) = find_tasks(["belebele_fra_Latn"], tmp_path)[0]
-    with pytest.raises(UserError, match=r"row 1 .* belebele_fra_Latn"):
-        load_tasks([config])
+    refused(load_tasks, [config], match=r"row 1 .* belebele_fra_Latn")
 
 
 def test_a_missing_network_is_told_once_and_soon(monkeypatch, tmp_path):

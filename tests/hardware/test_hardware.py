@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from affinage.errors import UserError
 from affinage.hardware.chips import GiB, chip, find_slice
 from affinage.hardware.devices import accelerator_is_here
+from run_affinage import refused
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,12 @@ def test_a_program_may_take_what_the_compiler_says():
     ],
 )
 def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, nearest):
-    with pytest.raises(UserError) as refused:
-        find_slice(name)
-    assert all(each in refused.value.fix for each in nearest)
+    fix = refused(find_slice, name).fix
+    assert all(each in fix for each in nearest)
 
 
 def test_a_program_may_take_the_share_of_a_gpu_that_the_environment_sets(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     assert find_slice("l4").chip.memory_per_device == 12e9
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "90%")
-    with pytest.raises(UserError, match="not a number") as refused:
-        find_slice("l4")
-    assert refused.value.where == "XLA_CLIENT_MEM_FRACTION"
+    assert refused(find_slice, "l4", match="not a number").where == "XLA_CLIENT_MEM_FRACTION"

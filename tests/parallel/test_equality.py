@@ -15,12 +15,12 @@ import pytest
 from jax.experimental import topologies
 
 from affinage.config.training import PrecisionSettings
-from affinage.errors import UserError
 from affinage.model import parse
 from affinage.parallel import make_mesh
 from affinage.planning.compiled import collectives_in
 from affinage.training.step import replicas_of
 from affinage.training.trainer import Trainer
+from run_affinage import refused
 
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
 # What eight devices divide, but for the layers: only the pipeline alone has eight stages, which take long to compile.
@@ -136,8 +136,7 @@ def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
     ids=str,
 )
 def test_what_does_not_fit_is_refused_with_what_would(sizes: dict, parallel: dict, named: str):
-    with pytest.raises(UserError, match=re.compile(named, re.DOTALL)):
-        meshes.program(meshes.graph("dense"), sizes, parallel=parallel)
+    refused(meshes.program, meshes.graph("dense"), sizes, parallel=parallel, match=re.compile(named, re.DOTALL))
 
 
 MODEL = meshes.graph("dense", layers=2)
@@ -164,9 +163,8 @@ def test_the_step_is_the_same_with_less_memory(remat):
     ids=str,
 )
 def test_what_a_cpu_cannot_do_is_refused(parallel, named):
-    with pytest.raises(UserError, match=named) as refused:
-        meshes.program(MODEL, {"data": 1}, parallel=parallel).compile_training()
-    assert refused.value.fix
+    run = lambda: meshes.program(MODEL, {"data": 1}, parallel=parallel).compile_training()  # noqa: E731
+    assert refused(run, match=named).fix
 
 
 @pytest.mark.full

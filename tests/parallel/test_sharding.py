@@ -12,11 +12,11 @@ from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 import tiny_graphs
-from affinage.errors import UserError
 from affinage.model import abstract_params, apply, logical_axes, parse
 from affinage.model.apply_config import ApplyConfig
 from affinage.parallel import MeshLayout, make_mesh, serving_layout
 from affinage.parallel.sharding import AXES, across_slices
+from run_affinage import refused
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "unequal_stages"))
 
@@ -48,9 +48,7 @@ def test_auto_takes_the_devices_that_are_left_and_one_host_may_leave_some():
     ids=str,
 )
 def test_sizes_that_cannot_be_are_refused(sizes: dict, named: str):
-    with pytest.raises(UserError, match=named) as refused:
-        mesh(**sizes)
-    assert refused.value.where
+    assert refused(mesh, **sizes, match=named).where
 
 
 @pytest.mark.parametrize(
@@ -71,16 +69,12 @@ def test_the_table(axes: tuple, expected: P):
 
 
 def test_a_size_that_does_not_divide_names_the_nearest_that_do():
-    with pytest.raises(UserError) as refused:
-        MeshLayout(mesh(tensor=4)).param_shardings({"w": ("embed", "heads")}, {"w": shape(16, 6)})
+    error = refused(MeshLayout(mesh(tensor=4)).param_shardings, {"w": ("embed", "heads")}, {"w": shape(16, 6)})
     for named in ("heads = 6 of w", "tensor = 4", "4 or 8"):
-        assert named in str(refused.value)
-    with pytest.raises(UserError, match="batch 20") as refused:
-        MeshLayout(mesh(data=2, fsdp=4)).check_rows(20, 2)
-    assert "16 or 32" in str(refused.value)
+        assert named in str(error)
+    assert "16 or 32" in str(refused(MeshLayout(mesh(data=2, fsdp=4)).check_rows, 20, 2, match="batch 20"))
     MeshLayout(mesh(data=2, fsdp=4)).check_rows(32, 2)
-    with pytest.raises(UserError, match="batch 3 does not divide over 2 micro-batches"):
-        MeshLayout(mesh()).check_rows(3, 2)
+    refused(MeshLayout(mesh()).check_rows, 3, 2, match="batch 3 does not divide over 2 micro-batches")
 
 
 def test_a_model_of_stages_is_served_with_its_weights_split_instead():
@@ -100,8 +94,7 @@ def test_a_model_of_stages_is_served_with_its_weights_split_instead():
 def test_only_an_axis_that_talks_little_leaves_a_slice(sizes: dict, cut: str):
     full = dict.fromkeys(AXES, 1) | sizes
     assert across_slices(full, 2) == tuple(2 if axis == cut else 1 for axis in AXES)
-    with pytest.raises(UserError, match="2 slices"):
-        across_slices(dict.fromkeys(AXES, 1) | {"tensor": 8}, 2)
+    refused(across_slices, dict.fromkeys(AXES, 1) | {"tensor": 8}, 2, match="2 slices")
 
 
 @pytest.mark.full

@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore
-from affinage.errors import UserError
 from affinage.parallel import make_mesh
 from affinage.pipeline.models import MODEL, is_chat, locate, made_from, resolve, results_folder
 from affinage.pipeline.opening import open_model, trained_params
 from affinage.pipeline.store import MANIFEST
+from run_affinage import refused
 
 
 @pytest.fixture
@@ -48,9 +48,8 @@ def test_without_such_a_model_those_that_are_there_are_named(runs: Path, spec: s
     for name in ("runs/begun/recipe.json", "folder/x.txt"):
         Path(name).parent.mkdir(parents=True)
         Path(name).write_text("{}")
-    with pytest.raises(UserError) as refused:
-        locate(resolve(spec, Path("runs")), Path("runs"))
-    assert named in str(refused.value) and refused.value.fix
+    error = refused(lambda: locate(resolve(spec, Path("runs")), Path("runs")))
+    assert named in str(error) and error.fix
 
 
 def test_a_run_and_a_folder_of_one_name(runs: Path):
@@ -59,8 +58,7 @@ def test_a_run_and_a_folder_of_one_name(runs: Path):
     Path("tiny/config.json").write_text("{}")
     for name in ("tiny", "./tiny"):
         assert locate(resolve(name, runs), runs).path == Path("tiny").resolve()
-    with pytest.raises(UserError, match="no checkpoints"):
-        locate(resolve("tiny@3", runs), runs)
+    refused(lambda: locate(resolve("tiny@3", runs), runs), match="no checkpoints")
     assert locate(resolve("runs/tiny", runs), runs).path.name.startswith("dpo-")
 
 
@@ -71,9 +69,7 @@ def test_a_finished_training_without_its_last_step_is_no_model(runs: Path):
     sft, earlier = (runs / "tiny/sft").resolve(), scale("tiny/sft@4")
     assert not np.array_equal(scale("tiny/sft"), earlier)
     (sft / "checkpoints/5/commit_success.txt").unlink()
-    with pytest.raises(UserError, match="checkpoint 5") as told:
-        scale("tiny/sft")
-    assert "@4" in told.value.fix
+    assert "@4" in refused(scale, "tiny/sft", match="checkpoint 5").fix
     np.testing.assert_array_equal(scale("tiny/sft@4"), earlier)
     (sft / MANIFEST).unlink()  # one that goes on is what it has saved last
     np.testing.assert_array_equal(scale("tiny/sft"), earlier)
@@ -123,6 +119,4 @@ def test_what_is_not_there_is_refused_with_a_fix(training: Path, name: str):
     store = CheckpointStore(training / "checkpoints")
     store.save(9, {"params": {"w": jnp.ones(2)}}, {})  # without an average
     store.wait()
-    with pytest.raises(UserError) as refused:
-        opened(f"run/pretrain{name}", training.parents[1])
-    assert refused.value.fix
+    assert refused(opened, f"run/pretrain{name}", training.parents[1]).fix

@@ -12,6 +12,7 @@ from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.pipeline.step import Step, StepContext
 from affinage.results import read_json
+from run_affinage import refused
 
 RECIPE = """\
 name: small
@@ -107,8 +108,7 @@ def test_damage_and_force(load, tmp_path):
     assert reasons["two"].startswith("damaged: text has") and ran == ["two"]
     reasons, ran = toy_run(load, tmp_path, toy(), force=["two"])
     assert (reasons["two"], reasons["three"], ran) == ("forced", "forced by two", ["two", "three"])
-    with pytest.raises(UserError, match="no step `too`"):
-        toy_run(load, tmp_path, toy(), force=["too"])
+    refused(toy_run, load, tmp_path, toy(), force=["too"], match="no step `too`")
 
 
 def test_a_result_whose_folder_is_deleted_is_none(load, tmp_path):
@@ -124,8 +124,7 @@ def test_a_result_whose_folder_is_deleted_is_none(load, tmp_path):
 
 def test_until(load, tmp_path):
     assert toy_run(load, tmp_path, toy(), until=["two"])[1] == ["one", "two"]
-    with pytest.raises(UserError, match="`for`"):
-        toy_run(load, tmp_path, toy(), until=["for"])
+    refused(toy_run, load, tmp_path, toy(), until=["for"], match="`for`")
 
 
 @pytest.mark.parametrize("resumable", [False, True])
@@ -149,12 +148,10 @@ def test_an_interrupted_training_resumes_and_any_other_step_begins_again(load, t
 
 def test_a_training_that_is_refused_before_its_first_step_leaves_the_run_as_it_was(load, tmp_path):
     train = Step("train", refuse, {}, resumable=True, has_progress=True)
-    with pytest.raises(UserError, match="cannot be trained"):
-        toy_run(load, tmp_path, [train])
+    refused(toy_run, load, tmp_path, [train], match="cannot be trained")
     toy_run(load, tmp_path, [Step("train", write_text, {"a": 1})])
     before = os.readlink(tmp_path / "runs/small/train")
-    with pytest.raises(UserError, match="cannot be trained"):
-        toy_run(load, tmp_path, [train])
+    refused(toy_run, load, tmp_path, [train], match="cannot be trained")
     assert os.readlink(tmp_path / "runs/small/train") == before
 
 

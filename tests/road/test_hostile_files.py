@@ -15,6 +15,7 @@ from affinage.hub.read import INDEX, HubWeights, hub_facts, read_hub_folder
 from affinage.pipeline.models import made_from
 from affinage.pipeline.opening import fitting_tokenizer
 from affinage.pipeline.store import read_request
+from run_affinage import refused
 
 DEEP = "[" * 100_000
 LLAMA = {
@@ -73,14 +74,12 @@ class Trap:
     ids=["object", "function", "key", "loop", "deep", "digits", "billion laughs"],
 )
 def test_a_recipe_is_words_and_numbers(text: str):
-    with pytest.raises(UserError):
-        parse(text, "x.yaml")
+    refused(parse, text, "x.yaml")
 
 
 @pytest.mark.parametrize("name", ["../up", "/up", ".hidden", "a/b", "a\n", ""])
 def test_the_name_of_a_run_leads_nowhere_else(tmp_path: Path, name: str):
-    with pytest.raises(UserError):
-        load_recipe("quickstart", [f"name={json.dumps(name)}"])
+    refused(load_recipe, "quickstart", [f"name={json.dumps(name)}"])
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "..", "a/../../b", "C:\\x", "nul\0l", "~/x"])
@@ -102,17 +101,14 @@ def test_an_index_of_weights_leads_nowhere_else(tmp_path: Path, index: str):
     (tmp_path / "secret.safetensors").write_bytes(b"x")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / INDEX).write_text(index)
-    with pytest.raises(UserError):
-        HubWeights(tmp_path / "model")
+    refused(HubWeights, tmp_path / "model")
 
 
 def test_weights_that_are_pickles_are_not_read(tmp_path: Path):
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    with pytest.raises(UserError):
-        HubWeights(tmp_path)
+    refused(HubWeights, tmp_path)
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "pytorch_model.bin").read_bytes())
-    with pytest.raises(UserError):
-        HubWeights(tmp_path)
+    refused(HubWeights, tmp_path)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -151,8 +147,7 @@ def test_a_configuration_of_odd_values_ends_in_a_message(tmp_path: Path, config:
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "5", '"x"', DEEP, "9" * 5000, "\ud800", '{"model_type": []}'])
 def test_a_configuration_that_is_none_ends_in_a_message(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
-    with pytest.raises(UserError):
-        read_hub_folder(tmp_path)
+    refused(read_hub_folder, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +164,7 @@ def test_a_configuration_that_is_none_ends_in_a_message(tmp_path: Path, text: st
 )  # fmt: skip
 def test_a_tokenizer_that_is_none_or_has_ids_far_off_ends_in_a_message(tmp_path: Path, text: str):
     (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(UserError):
-        fitting_tokenizer(tmp_path, 100)
+    refused(fitting_tokenizer, tmp_path, 100)
 
 
 @pytest.mark.parametrize(
