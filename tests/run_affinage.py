@@ -35,7 +35,9 @@ def affinage(capsys: pytest.CaptureFixture[str]) -> Affinage:
     return run
 
 
-def refused(call: Callable[..., object], *given: Any, match: str | re.Pattern[str] = "", **named: Any) -> UserError:
+def refused(
+    call: Callable[..., object], *given: Any, match: str | re.Pattern[str] | None = None, **named: Any
+) -> UserError:
     """The mistake for which a call is refused; its message has `match` in it."""
     with pytest.raises(UserError, match=match) as caught:
         call(*given, **named)
