@@ -1,6 +1,5 @@
 """The program, run in the process of the test."""
 
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,7 @@ def affinage(capsys: pytest.CaptureFixture[str]) -> Affinage:
     return run
 
 
-def refused(
-    call: Callable[..., object], *given: Any, match: str | re.Pattern[str] | None = None, **named: Any
-) -> UserError:
+def refused(call: Callable[..., object], *given: Any, match: Any = None, **named: Any) -> UserError:
     """The mistake for which a call is refused; its message has `match` in it."""
     with pytest.raises(UserError, match=match) as caught:
         call(*given, **named)
