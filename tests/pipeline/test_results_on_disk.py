@@ -122,7 +122,7 @@ def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_later(tmp_path, mon
 # A road of two stages: what the first makes is the same for all names, and the second is each recipe's own.
 RUN = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/.."]
 from test_results_on_disk import runner, ProgressListener
 runner(sys.argv[2], held_in=sys.argv[3]).run(ProgressListener())
 print("done", flush=True)
