@@ -2,7 +2,6 @@
 
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -38,10 +37,7 @@ def executor(request):
     import ray
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
-    with (
-        tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temporary,  # sockets need a short path
-        open_executor(DataSettings(sources=["x"], executor="ray", workers=2), Path(temporary)) as executor,
-    ):
+    with open_executor(DataSettings(sources=["x"], executor="ray", workers=2)) as executor:
         yield executor
 
 

@@ -8,13 +8,12 @@ from lm_eval.evaluator import evaluate
 
 from affinage.data.chat import encode_prompt
 from affinage.data.special_tokens import IM_END
-from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.harness import load_tasks, quiet
+from affinage.evaluation.run import JaxLM
 from affinage.evaluation.tasks import find_tasks
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
-from affinage.hub.card import CardFacts
-from affinage.hub.export import export
+from affinage.hub.folder import CardFacts, export
 from choice_task import write_task
 from tiny_models import CONTEXT, ZEPHYR, tiny_llama, with_template
 

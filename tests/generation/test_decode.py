@@ -14,10 +14,9 @@ from transformers.generation import logits_process
 
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.generation.engine import Detokenizer, Engine, EngineRequest, Generation, generate, token_logprobs
-from affinage.generation.sampling import SamplingParams, SamplingTensors, choose, filtered
-from affinage.hub.card import CardFacts
-from affinage.hub.export import export
+from affinage.generation.engine import Engine, EngineRequest, Generation, generate, token_logprobs
+from affinage.generation.sampling import Detokenizer, SamplingParams, SamplingTensors, choose, filtered
+from affinage.hub.folder import CardFacts, export
 from tiny_models import CONTEXT, full_logits, tiny_llama, tokenizer
 
 PROMPTS = [[2, 50, 60, 70], [2], [2, *range(30, 61)], [2, 99, 98, 97, 96, 95]]

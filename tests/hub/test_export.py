@@ -19,12 +19,10 @@ from affinage.data.chat import encode_conversation, encode_prompt
 from affinage.data.special_tokens import BOS, CONTROL_PIECES, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer
-from affinage.hub.card import CardFacts, model_card
-from affinage.hub.export import export, write_hf_tokenizer
-from affinage.hub.read import read_hub_folder
+from affinage.errors import UserError
+from affinage.hub.folder import CardFacts, export, model_card, read_hub_folder, write_hf_tokenizer
 from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
-from affinage.model.analysis import parameters
-from run_affinage import refused
+from affinage.model.graph import parameters
 from tiny_corpus import TRICKY, write_split
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 
@@ -79,7 +77,9 @@ def test_narrower_weights_in_several_files_verify_against_the_rounded_model(tmp_
 
 def test_a_comparison_with_llama_cpp_names_what_is_missing(exported, tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
-    assert "LLAMA_CPP" in refused(verify_gguf, exported[1], exported[0], TEXTS).fix
+    with pytest.raises(UserError) as caught:
+        verify_gguf(exported[1], exported[0], TEXTS)
+    assert "LLAMA_CPP" in caught.value.fix
 
 
 @pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="needs a checkout of llama.cpp, and llama-cpp-python")
@@ -102,10 +102,12 @@ def test_a_changed_weight_or_token_does_not_verify(exported, tmp_path):
     tensors = dict(load_file(broken / "model.safetensors"))
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.float32(1.01)
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    refused(verify, broken, model, TEXTS, match="logits")
+    with pytest.raises(UserError, match="logits"):
+        verify(broken, model, TEXTS)
     kind = type(model.tokenizer)
     shifted = type("Shifted", (kind,), {"encode": lambda self, text: [token + 1 for token in kind.encode(self, text)]})
-    refused(verify, folder, replace(model, tokenizer=shifted(model.tokenizer.folder)), TEXTS, match="token 0")
+    with pytest.raises(UserError, match="token 0"):
+        verify(folder, replace(model, tokenizer=shifted(model.tokenizer.folder)), TEXTS)
 
 
 def test_the_same_model_gives_the_same_bytes_and_replaces_what_was_there(exported, tmp_path):
@@ -120,23 +122,18 @@ def test_the_same_model_gives_the_same_bytes_and_replaces_what_was_there(exporte
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_the_card_tells_licence_scores_text_and_command(exported):
+def test_the_card_tells_licence_scores_text_and_command_in_its_language_and_nothing_that_is_not_known(exported):
     card = ModelCard.load(exported[1] / "README.md")
     assert card.data.license == "apache-2.0" and card.data.language == ["en", "fr"]
-    assert [result.metric_value for result in card.data.eval_results] == [0.75]
     assert "| facts\\|en | acc | 0.500 ± 0.010 | 0.750 † |" in card.text
     assert "| pocket-world | CC0-1.0 | 1,234 | 5,678 |" in card.text
     assert "affinage run quickstart" in card.text and str(CONTEXT) in card.text
-
-
-def test_numbers_and_headings_are_of_the_language_and_what_is_not_known_is_left_out():
-    french = replace(FACTS, language="fr", summary="Un modèle de 1,23 M paramètres.")
-    facts = {"en": FACTS, "fr": french, "none": CardFacts(license="mit")}
-    cards = {of: model_card(tiny_llama(), one, "m") for of, one in facts.items()}
-    count = f"{parameters(tiny_llama().graph).total:,}"
-    assert f"{count} parameters" in cards["en"] and f"{count.replace(',', chr(0x202F))} paramètres" in cards["fr"]
-    assert "0,500 ± 0,010" in cards["fr"] and "license: mit" in cards["none"]
-    assert not any(word in cards["none"] for word in ("## Scores", "## Training", "None"))
+    count = f"{parameters(exported[0].graph).total:,}"
+    french = model_card(exported[0], replace(FACTS, language="fr"), "m")
+    assert f"{count} parameters" in card.text and f"{count.replace(',', chr(0x202F))} paramètres" in french
+    assert "0,500 ± 0,010" in french
+    unknown = model_card(tiny_llama(), CardFacts(license="mit"), "m")
+    assert "license: mit" in unknown and not any(word in unknown for word in ("## Scores", "## Training", "None"))
 
 
 SYSTEM = 'Be "kind".\nSoyez gentil.'

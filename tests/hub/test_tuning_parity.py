@@ -18,8 +18,8 @@ from trl import DPOConfig, DPOTrainer
 from affinage.config.training import DpoSettings, LoraSettings, SftSettings
 from affinage.data.dataloader import REFERENCE, DataLoader
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
-from affinage.hub.export import adapter_tensors, write_adapter, write_hf_tokenizer
 from affinage.hub.families import family_of
+from affinage.hub.folder import adapter_tensors, write_adapter, write_hf_tokenizer
 from affinage.model import Adapters, ApplyConfig, apply, init_params
 from affinage.model.graph import ANSWERS, parse, preference_graph
 from affinage.training.state import TrainState, split_params

@@ -16,7 +16,7 @@ from scipy.stats import binomtest
 import tiny_run
 from affinage.config.load import load_recipe
 from affinage.evaluation.run import evaluate
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, right_items
 from affinage.pipeline.opening import open_model
@@ -235,7 +235,7 @@ def test_fine_tuning_ends_where_a_benchmark_falls_with_the_model_of_the_last_goo
 
 
 def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(habit, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("affinage.evaluation.scoring.rows_that_fit", lambda *_, **__: 1)
+    monkeypatch.setattr("affinage.evaluation.run.default_batch", lambda _: 1)
     loaded = load_recipe(TINY, habit.settings)
     context = StepContext(loaded, tmp_path, {"train-tokenizer": habit.runs / "habit/train-tokenizer"}, tmp_path)
     model, before, left = open_model("habit/sft@40", habit.runs), points_of(habit.sft), [2]

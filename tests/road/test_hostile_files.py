@@ -11,7 +11,7 @@ from affinage.config.load import load_recipe
 from affinage.config.yaml import parse
 from affinage.data.tokenizer import Tokenizer, template_in
 from affinage.errors import UserError
-from affinage.hub.read import INDEX, HubWeights, hub_facts, read_hub_folder
+from affinage.hub.folder import INDEX, HubWeights, hub_facts, read_hub_folder
 from affinage.pipeline.models import made_from
 from affinage.pipeline.opening import fitting_tokenizer
 from affinage.pipeline.store import read_request

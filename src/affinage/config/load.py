@@ -62,11 +62,11 @@ def load_recipe(
     """Load a recipe by path, or a packaged one by name, with `key=value` overrides laid over it.
 
     `base: other.yaml` in a file starts from another recipe (beside it, or a packaged one): mappings merge, lists and
-    single values replace. Null switches off what can be off, such as a section or a limit; in a mapping with keys of
-    the user's, such as `mesh` or the nodes of the model, it removes what the base has. UserError lists all mistakes.
+    single values replace. Null switches off what can be off; in a mapping with keys of the user's, such as `mesh` or
+    the nodes of the model, it removes what the base has. UserError lists all mistakes.
 
-    With `left_out`, settings of the file that this version does not have are left out, and so are sections that are not
-    complete without them: a run of any version has a recipe.json that opens so. Their names are added to the list.
+    `left_out`, for the recipe.json of a run of any version, receives the settings that this version does not have: they
+    are left out, and so are sections that are not complete without them.
     """
     path = find_recipe(path_or_name)
     layers = read_file(path)

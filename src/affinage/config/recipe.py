@@ -37,8 +37,6 @@ class EvaluateSettings(Settings):
     true: everything, for models that have a template; false: nothing."""
     contamination: bool = True
     """Search the training text for the items, list those found, and score without them, too."""
-    compressors: bool = False
-    """Show gzip -9 and xz -9 beside the model's bits per byte on the validation text."""
 
 
 SCRATCH_LICENSE = "apache-2.0"  # of an exported model that was trained from scratch, where no other is set

@@ -144,7 +144,7 @@ class ChatTemplate:
         likely = (tokenizer.marks.end, tokenizer.pad, *tokenizer.controls.values())
         end = next((id_ for id_ in likely if id_ is not None and id_ not in written), None)
         if end is None:
-            fix = "Give the tokenizer a pad token of its own, or import the model with --chat-tokens."
+            fix = "Give the tokenizer a pad token of its own."
             raise UserError("the vocabulary has no token that could stand between conversations", where=_WHERE, fix=fix)
         return Marks(None, end, end if tokenizer.pad is None or tokenizer.pad in written else tokenizer.pad)
 

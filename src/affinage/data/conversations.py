@@ -18,7 +18,7 @@ from affinage.data.files import DamagedFile, DatasetPart, Part, open_plain, open
 from affinage.data.hub_datasets import rows_of
 from affinage.data.ingest import find_parts
 from affinage.data.json_files import encodable
-from affinage.data.places import is_on_hub, location
+from affinage.data.places import located
 from affinage.errors import UserError
 
 _CONVERSATION = (
@@ -165,10 +165,9 @@ def open_source(
 
     `world_file` is what the pocket world has for it. Raises UserError where there is nothing to read.
     """
-    source = settings.sources[index].as_source()
-    place = location(source, settings.root, settings.mirror)
-    place = str(world_file) if place == POCKET_WORLD and world_file is not None else place
-    source, found = find_parts(source, settings, place, place)
+    source = located(settings.sources[index].as_source(), settings)
+    place = str(world_file) if source.path == POCKET_WORLD and world_file is not None else source.place
+    source, found = find_parts(source, place, place, of_text=False)
     parts = [part for part in found if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
@@ -178,9 +177,8 @@ def open_source(
 
 def check_source(settings: TuningSettings, index: int) -> None:
     """Raise UserError unless a source exists; what is at a URL is not looked for."""
-    source = settings.sources[index].as_source()
-    place = location(source, settings.root, settings.mirror)
-    if place != POCKET_WORLD and ("://" not in place or is_on_hub(source, settings.mirror)):
+    source = located(settings.sources[index].as_source(), settings)
+    if source.path != POCKET_WORLD and "://" not in source.place:
         open_source(settings, index)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.documents import (
@@ -23,7 +24,6 @@ from affinage.data.documents import (
     copy_documents,
     document_files,
     read_documents,
-    write_table,
 )
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.json_files import write_json
@@ -80,7 +80,7 @@ def decontaminate(
     total = Stats.total(stats for stats, _ in copies)
     matches = [match for _, own in copies for match in own]
     folder.mkdir(parents=True, exist_ok=True)
-    write_table(folder / MATCHES, pa.Table.from_pylist(matches, _MATCH))
+    pq.write_table(pa.Table.from_pylist(matches, _MATCH), folder / MATCHES, compression="zstd")
     for stage in ("scans", "copies"):
         shutil.rmtree(folder / stage, ignore_errors=True)
     found = {(match["benchmark"], match["item"]) for match in matches}

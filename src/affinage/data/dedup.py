@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pyarrow import feather
 
 from affinage.config.data import DedupSettings
@@ -32,7 +33,6 @@ from affinage.data.documents import (
     document_files,
     first_documents,
     read_documents,
-    write_table,
 )
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.minhash import jaccard, shingle_sets, sign
@@ -83,7 +83,8 @@ def dedup(
     tasks = list(zip(own, first_documents(files)[len(released) : -1]))
     total = Stats.total(executor.map(copy, tasks, folder, threads=True, label="copying"))
     order = [(name, "ascending") for name in ("duplicate_of_source", "duplicate_of", "source", "id")]
-    write_table(folder / REMOVED, removed.sort_by(order).drop_columns(["document", "kept"]))
+    removed = removed.sort_by(order).drop_columns(["document", "kept"])
+    pq.write_table(removed, folder / REMOVED, compression="zstd")
     clear_completions(folder)
     shutil.rmtree(scratch)
     return total.summary() | {"compared": compared}

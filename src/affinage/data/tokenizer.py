@@ -219,7 +219,7 @@ class Tokenizer:
         """Raise UserError where the vocabulary lacks a token of ChatML."""
         if None in (self.id_of(CONTROL_PIECES[token]) for token in (IM_START, IM_END)):
             what = "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks"
-            fix = "Add them with `affinage import MODEL --chat-tokens`, or keep its own `chat_template: tokenizer`."
+            fix = "Add them with transformers (docs/hub.md, Chat), or keep its own: `chat_template: tokenizer`."
             raise UserError(what, where=str(self.folder), fix=fix)
 
     @property
@@ -385,18 +385,6 @@ def cached_tokenizer(folder: Path, template: str | None = None) -> Tokenizer:
     tokenizer = Tokenizer(folder)
     tokenizer.use_template(template)
     return tokenizer
-
-
-def add_chat_tokens(folder: Path) -> tuple[int, ...]:
-    """Give a tokenizer those of ChatML's two tokens that it lacks, after its last id; return their ids."""
-    tokenizer, state = Tokenizer(folder), read_object(folder / FILE)
-    lacking = [CONTROL_PIECES[token] for token in (IM_START, IM_END) if CONTROL_PIECES[token] not in tokenizer.controls]
-    if len(tokenizer._pieces) < tokenizer.vocabulary and lacking:
-        raise UserError("its ids have gaps, so none can be added", where=str(folder / FILE))
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": id_, "content": piece, **flags} for id_, piece in enumerate(lacking, tokenizer.vocabulary)]
-    write_json(folder / FILE, state | {"added_tokens": [*state.get("added_tokens", ()), *added]})
-    return tuple(range(tokenizer.vocabulary, tokenizer.vocabulary + len(added)))
 
 
 def template_in(folder: Path) -> str | None:

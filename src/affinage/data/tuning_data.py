@@ -100,7 +100,7 @@ def prepare_tuning_data(
         name = unique(source.title, {task.name for task in tasks})
         world_file = "chat.jsonl" if isinstance(settings, SftSettings) else "preferences.jsonl"
         place, opened, parts = open_source(settings, index, world_folder and world_folder / world_file)
-        if is_on_hub(opened, settings.mirror):
+        if is_on_hub(opened):
             commits[name] = opened.revision
         divided = _divided(parts)
         tasks += [

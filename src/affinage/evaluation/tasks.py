@@ -1,7 +1,7 @@
 """Which tasks a name stands for: lm-evaluation-harness's own, benchmarks over items on this machine, or task files.
 
-benchmarks.yaml lists the benchmarks and groups that have names here. Their definitions are always the harness's; their
-items come from the Hub, or from a folder of JSON Lines in which a row is as in the Hub's dataset, or in another form.
+benchmarks.yaml lists those that have names here. Their definitions are the harness's; their items come from the Hub, or
+from a folder of JSON Lines in which a row is as in the Hub's dataset, or in another form.
 """
 
 import gzip
@@ -31,21 +31,14 @@ _LINES = "It must be UTF-8 text with one JSON object a line, plain or compressed
 
 _LISTED = yaml.safe_load(files("affinage.evaluation").joinpath("benchmarks.yaml").read_text(encoding="utf-8"))
 BENCHMARKS: dict[str, Task] = _LISTED["benchmarks"]
-QUICKSTART = "quickstart"  # another name for the pocket world's own benchmarks
-POCKET_TASKS = tuple(
-    f"pocket_{about}_{language}"
-    for about in ("facts", "facts_unseen", "cross", "agreement", "arithmetic", "chat")
-    for language in ("en", "fr")
-)
 GROUPS: dict[str, tuple[str, ...]] = {name: tuple(members) for name, members in _LISTED["groups"].items()}
-GROUPS[QUICKSTART] = (POCKET_WORLD,)
 CORE = "core"
 CORE_SHOTS: dict[str, int] = _LISTED["groups"][CORE]
 
 
 def of_pocket_world(task: str) -> bool:
     """Return whether it is one of the pocket world's benchmarks, or a name for all of them."""
-    return task in (POCKET_WORLD, QUICKSTART, *POCKET_TASKS)
+    return (task.startswith("pocket_") and task.isidentifier()) or GROUPS.get(task, (task,)) == (POCKET_WORLD,)
 
 
 def is_task_file(task: str) -> bool:
@@ -83,10 +76,9 @@ def find_tasks(
     """Return the tasks that names stand for, and the members of groups that are left out.
 
     A name is one of our groups (`julian`, `french`), the pocket world (all task files in `tasks/` of its folder
-    `world`) or one of its benchmarks, the path of a YAML file or of a folder of them, or else a task, group or tag that
-    lm-evaluation-harness knows, which is returned as {"task": name}. Paths of data files are relative to the task file.
-    With a `data_dir`, benchmarks of ours are the harness's definitions over the files of that folder; those of a group
-    that it has no file of are left out.
+    `world`) or one of its benchmarks, the path of a YAML file or of a folder of them, or else a task, group or tag of
+    lm-evaluation-harness, which is returned as {"task": name}. With a `data_dir`, benchmarks of ours are the harness's
+    definitions over the files of that folder; those of a group that it has no file of are left out.
 
     Raises UserError for files that are missing, unreadable, or contain `!function`: nothing loaded here may run code.
     """
@@ -129,12 +121,9 @@ def check_names(
             task_manager(unknown, where)
 
 
-# ---- task files ----
-
-
 def _tasks_of(name: str, world: Path | None) -> list[Task]:
     """The tasks of a task file or a folder of them, or the name alone if it must be one of the harness's."""
-    if name not in (POCKET_WORLD, *POCKET_TASKS):
+    if not of_pocket_world(name):
         place = from_home(name)
     elif world is None:
         what = "the pocket world's benchmarks are about facts that only a model of that world knows"
@@ -177,25 +166,19 @@ def _with_data(task: Task, file: Path) -> Task:
     if "data_files" not in kwargs:
         return task
     listed, data_files = kwargs["data_files"], dict[str, list[str]]()
-    listed = listed if isinstance(listed, dict) else {"train": listed}
-    if not listed or not all(isinstance(paths, str | list) for paths in listed.values()):
-        raise UserError("`data_files` names no files", where=str(file), fix=_TASK_FILE)
-    for split, paths in listed.items():
-        names = [paths] if isinstance(paths, str) else paths
-        data_files[split] = [str((file.parent / str(name)).resolve()) for name in names]
-        for path in data_files[split]:
-            if not Path(path).is_file():
-                fix = "Paths in a task file start from its folder."
-                raise UserError(f"the data file {path} is missing", where=str(file), fix=fix)
-    if not task.get("test_split") and not task.get("validation_split"):
-        task["test_split"] = next(iter(data_files))
+    try:
+        for split, paths in (listed if isinstance(listed, dict) else {"train": listed}).items():
+            names = [paths] if isinstance(paths, str) else paths
+            data_files[split] = [str((file.parent / name).resolve(strict=True)) for name in names]
+        if not task.get("test_split") and not task.get("validation_split"):
+            task["test_split"] = next(iter(data_files))
+    except (OSError, TypeError, StopIteration) as error:
+        what = f"`data_files` names no files beside the task file: {error}"
+        raise UserError(what, where=str(file), fix=_TASK_FILE) from error
     if task["dataset_path"] == "json":
         # In memory: `datasets` would write an Arrow copy into its cache, and take longer than the model does.
         task["custom_dataset"] = read_json_lines
     return task | {"dataset_kwargs": {**kwargs, "data_files": data_files}}
-
-
-# ---- benchmarks over items on this machine ----
 
 
 def _file_of(benchmark: str, folder: Path) -> Path | None:
@@ -292,14 +275,11 @@ def _read_rows(path: Path) -> Iterator[Task]:
         raise UserError(what, where=f"{path}:{number}", fix=_LINES) from error
 
 
-# ---- items as decontamination searches for them ----
-
-
 def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> "Iterator[BenchmarkItem]":
     """Yield all items of the tasks `names` (see `find_tasks`), each with the texts that would give it away.
 
-    Those are every string in the item's data, and the question as it is put with its right answer. Items are numbered
-    from 0 in the order of the task. Raises UserError for tasks that cannot be found or whose data cannot be fetched.
+    Those are every string in the item's data, and the question with its right answer. Items are numbered from 0. Raises
+    UserError for tasks that cannot be found or whose data cannot be fetched.
     """
     from affinage.evaluation.harness import load_tasks, quiet
 

@@ -9,19 +9,18 @@ from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.data.chat import encode_prompt
 from affinage.data.documents import read_documents
+from affinage.data.json_files import write_json
 from affinage.errors import UserError
-from affinage.generation.engine import generate
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel, generate
 from affinage.generation.sampling import SamplingParams
-from affinage.hub.export import export as write_hub_folder
 from affinage.hub.families import family_of
+from affinage.hub.folder import export as write_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import parse
 from affinage.pipeline.eval_results import contamination_search
-from affinage.pipeline.models import TRAININGS, Target, release_of
+from affinage.pipeline.models import TRAININGS, Target, license_of
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext, Summary, mesh_of
-from affinage.pipeline.store import write_json
 from affinage.report.card import card_facts
 from affinage.report.facts import collect_facts
 
@@ -49,7 +48,6 @@ def evaluate(context: StepContext, training: str) -> Summary:
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
-        texts=validation_texts(inputs.get("split")) if settings.compressors else None,
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
     )
@@ -81,9 +79,9 @@ def export(context: StepContext) -> Summary:
     assert settings is not None
     training = next(name for name in TRAININGS if name in inputs)
     model = _trained(context, training, context.recipe.name)
-    license, sampling = release_of(inputs[training], settings.license)
+    license = settings.license or license_of(inputs[training])
     facts = card_facts(collect_facts(context.run_folder, inputs), license)
-    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype, sampling=sampling)
+    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype)
     if settings.verify:
         context.progress("comparing with transformers")
         texts = [text for group in validation_texts(inputs.get("split"), _VERIFIED).values() for text in group]

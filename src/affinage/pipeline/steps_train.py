@@ -15,6 +15,7 @@ from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.data.dataloader import DataLoader, ValidationRows, validation_sets
+from affinage.data.json_files import write_json
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
@@ -28,7 +29,7 @@ from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, located, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
-from affinage.pipeline.store import content_hash, write_json
+from affinage.pipeline.store import content_hash
 from affinage.planning.estimate import remat_for_devices
 from affinage.registry import plugin_sources
 from affinage.results import read_json

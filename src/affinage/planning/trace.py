@@ -9,7 +9,7 @@ the memory of the state that went in. docs/planning.md compares the result with 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,11 +80,6 @@ class Weights:
     # by node, operations of one of the products of its attention, in one layer and micro-batch
     kernel_flops: Mapping[str, float] = field(default_factory=dict)
     matrix_unit: int = 1  # rows and columns that are multiplied at once; 1: none that a model is too narrow for
-
-
-def peak_memory(function: Callable[..., Any], *abstract: Any, platform: str) -> float:
-    """Bytes that a function of trees of `jax.ShapeDtypeStruct` holds at most beside its arguments; nothing is run."""
-    return sum(walk(jax.make_jaxpr(function)(*abstract).jaxpr, platform, Weights()).peak.values())
 
 
 def walk(jaxpr: Jaxpr, platform: str, weights: Weights) -> Traced:

@@ -293,22 +293,3 @@ def score_figure(evaluations: Mapping[str, Evaluation], t: Language, title: str)
     drawing = row_chart(rows, axis, t("Scores per task with standard errors"), t, hollow=hollow)
     note = t("† asked in the chat template: not comparable with scores asked without it.")
     return Figure(title, drawing, legend, note if any(IN_CHAT in row.label for row in rows) else "")
-
-
-def compression_figure(evaluations: Mapping[str, Evaluation], t: Language) -> Figure:
-    """Bits per byte of every model beside general compressors, per validation set."""
-    bits: dict[str, dict[str, float]] = {}  # validation set -> who -> bits per byte
-    for who, one in evaluations.items():
-        for text, by in one.compression.items():
-            bits.setdefault(text, {})[who if len(evaluations) > 1 else t("this model")] = by["model"]
-    for one in evaluations.values():
-        for text, by in one.compression.items():
-            bits[text].update({who: value for who, value in by.items() if who != "model"})
-    names = list(dict.fromkeys(name for values in bits.values() for name in values))
-    rows = [
-        Row(text, [Interval(value, 0.0, names.index(who), f"{t.decimal(value)}  {who}") for who, value in by.items()])
-        for text, by in bits.items()
-    ]
-    title = t("Bits per byte by model and compressor")
-    drawing = row_chart(rows, Axis(t("bits per byte of held-out text")), title, t, shares=False)
-    return Figure(title, drawing, [Key(name, i, "points") for i, name in enumerate(names)])
