@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from affinage.data import documents
-from affinage.data.documents import SCHEMA, DocumentWriter, clear_documents, document_files, read_documents
+from affinage.data.documents import SCHEMA, DocumentWriter, document_files, read_documents
 from affinage.errors import of_the_machine
 from source_forms import rows_of
 
@@ -51,8 +51,6 @@ def test_no_documents_make_one_file_without_rows_and_what_a_killed_writer_left_g
     (tmp_path / "documents-00007.parquet").write_bytes(b"half")
     write(tmp_path, ["text"])
     assert len(rows_of(tmp_path)) == 1
-    clear_documents(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 SAVES = {

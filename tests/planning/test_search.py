@@ -43,7 +43,7 @@ def divided(name, *overrides, recipe=SMALL):
     [
         ("v4-8", ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=1"], ("none", "block")),
         # Where memory decides: little is kept of few rows, and gradients of a micro-batch are nearly all it needs.
-        rarer("v5e-1", ["pretrain.batch_size=512"], ("none", "dots", "block", "full")),
+        rarer("v5e-1", ["pretrain.batch_size=512"], ("none", "dots", "block")),
     ],
     ids=["all fit", "few fit"],
 )
@@ -63,7 +63,7 @@ def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, mo
     assert estimated < count and all(made.fits for _, made in best)
 
 
-ODD = "model.nodes.blocks={repeat: 3, attention: {heads: 3, head_dim: 64}, ffn: {width: 999}}"
+ODD = "model.nodes.blocks.attention={heads: 3, head_dim: 64}", "model.nodes.blocks.ffn.width=999"
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,9 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
     assert {made.device.rows for made, _ in strong} == {64}
     assert weak[0][1] == strong[0][1] == 1.0 and weak[-1][1] > strong[-1][1]
     assert strong[0][0].time.seconds > strong[1][0].time.seconds
-    stages = plan_of(SMALL, "v4-8", "mesh={pipeline: 2, fsdp: 2}")
-    assert "bubble" in stages.time.shares
-    for made in (*(made for made, _ in (*weak, *strong)), stages):
-        assert sum(int(part.split()[-1][:-1]) for part in made.time.shares.split(", ")) == pytest.approx(100, abs=2)
+    wrong = load_recipe(SMALL, ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"])
+    with pytest.raises(UserError, match="gradient_accumulation_steps"):
+        curve(wrong.recipe, graph, "weak", find_slice("v4-8"))
 
 
 # ---- the most layers, with a compiler that is a line
@@ -144,16 +143,13 @@ def compiler(fixed, per_layer, silent=False):
 @pytest.mark.parametrize(("fixed", "per_layer", "silent"), [(2.0, 0.22, False), (9.0, 0.3, True)])
 def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent, monkeypatch):
     monkeypatch.setattr("affinage.planning.compiled.compile_on", compiler(fixed, per_layer, silent=silent))
-    attempts, largest, _, made = capacity("capacity", shape(5120, WHERE), WHERE, tries=20)
-    assert largest.layers == int((30.75 - fixed) / per_layer // 2) * 2
-    assert len({each.layers for each in attempts}) == len(attempts) <= (12 if silent else 5)
-    assert made.facts.parameters == largest.parameters
+    reports, layers, _, made = capacity("capacity", shape(5120, WHERE), WHERE, tries=20)
+    assert layers == int((30.75 - fixed) / per_layer // 2) * 2 == made.device.graph["blocks"].repeat
+    assert len(reports) <= (12 if silent else 5)
 
 
 def test_the_mesh_is_of_the_heads():
     assert shape(10240, find_slice("v4-128"))[-1] == "mesh={fsdp: 4, tensor: 16}"
-    with pytest.raises(UserError, match="heads"):
-        shape(10248, find_slice("v4-128"))
 
 
 def test_the_estimate_knows_that_layers_are_updated_in_place():

@@ -39,7 +39,7 @@ def import_(
     folder = to or Path(name)
     _must_be_new(folder)
     from affinage.hub.folder import local_copy
-    from affinage.model.analysis import parameters
+    from affinage.model.graph import parameters
     from affinage.pipeline.opening import import_model
 
     with working(f"importing {source}"):

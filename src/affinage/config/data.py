@@ -53,8 +53,12 @@ class PlaceSettings(Settings):
 
     @property
     def title(self) -> str:
-        """Its name, or one made from where it is; safe as a part of a file name."""
-        return safe_name(self.name) if self.name else default_name(self.path or f"{self.dataset}/{self.config}")
+        """Its name, or the last part of its place without suffixes and globs; safe as a part of a file name."""
+        if self.name:
+            return safe_name(self.name)
+        parts = re.split(r"[/\\]", self.path or f"{self.dataset}/{self.config}")
+        parts = [part for part in parts if part and not re.search(r"[*?\[]", part)]
+        return safe_name(_SUFFIX.sub("", parts[-1])) if parts else "source"
 
 
 class SourceSettings(PlaceSettings):
@@ -126,12 +130,6 @@ Source = Annotated[SourceSettings, BeforeValidator(path_from_string, json_schema
 def safe_name(name: str) -> str:
     """Return the name with everything but letters, digits, dot, dash and underscore replaced, fit for a file name."""
     return re.sub(r"[^\w.-]+", "_", name).strip("._") or "source"
-
-
-def default_name(path: str) -> str:
-    """Return the last part of a path, without suffixes or globs: the name of a source without one."""
-    parts = [part for part in re.split(r"[/\\]", path) if part and not re.search(r"[*?\[]", part)]
-    return safe_name(_SUFFIX.sub("", parts[-1])) if parts else "source"
 
 
 class FilterSettings(Settings):

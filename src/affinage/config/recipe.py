@@ -186,7 +186,7 @@ class Recipe(Settings):
     packing: PackingSettings = PackingSettings()
     model: dict[str, Any]
     """The graph of nodes; each kind of node has settings of its own."""
-    mesh: dict[MeshAxis, int | Literal["auto"]] = {"data": "auto"}
+    mesh: dict[MeshAxis, Annotated[int, Field(ge=1)] | Literal["auto"]] = {"data": "auto"}
     """Devices along each axis; one of them may be auto."""
     parallel: ParallelSettings = ParallelSettings()
     pretrain: PretrainSettings | None = None

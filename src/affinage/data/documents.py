@@ -50,7 +50,9 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
         self._rows: list[dict[str, Any]] = []
         self._characters = self._file_bytes = 0  # of the rows, and of text in the file
         self._file: pq.ParquetWriter | None = None
-        clear_documents(self._folder, stem)
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(f"{stem}-{'[0-9]' * 5}.parquet"):
+            stale.unlink()
 
     def add(self, *, id: str, source: str, text: str, **facts: Any) -> None:
         """Append one document; `facts` are its other columns."""
@@ -98,17 +100,6 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
 def document_files(folder: Path) -> list[Path]:
     """The document files of a folder and of its partitions, in the order of their documents."""
     return sorted(path for path in folder.rglob("*.parquet") if path.name not in REPORTS)
-
-
-def clear_documents(folder: Path, stem: str = "", kept: Iterable[Path] = ()) -> None:
-    """Remove what an earlier or interrupted attempt left in a folder and its partitions, but the files in `kept`.
-
-    With `stem`, only what writers with this stem left.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"{stem}-" + "[0-9]" * 5 if stem else "*"
-    for stale in {*folder.rglob(f"{name}.parquet")}.difference(kept):
-        stale.unlink()
 
 
 def first_documents(paths: Iterable[Path]) -> list[int]:

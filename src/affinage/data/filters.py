@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from affinage.config.data import DatatroveName, FilterSettings, safe_name
 from affinage.data.code_points import count_characters, repair
-from affinage.data.documents import DocumentWriter, Stats, Verdict, clear_documents, document_files
+from affinage.data.documents import DocumentWriter, Stats, Verdict, document_files
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError, first_line
@@ -60,7 +60,6 @@ def _filter_file(
     folder: Path, settings: FilterSettings, languages: Sequence[str], task: tuple[int, Path]
 ) -> dict[str, Any]:
     number, path = task
-    clear_documents(folder, f"*-{number:05d}")
     stats, rules = Stats(), _Rules(settings, languages)
     writers: dict[str, DocumentWriter] = {}
     with contextlib.ExitStack() as stack:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
-from affinage.data.documents import DocumentWriter, Stats, clear_documents
+from affinage.data.documents import DocumentWriter, Stats, document_files
 from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
 from affinage.data.files import DamagedFile, Part, SourceFile, compression_of, find
 from affinage.data.hub_datasets import at_commit, parts_of
@@ -71,7 +71,9 @@ def ingest(
     if not total.documents:
         what = f"the sample holds none of {counts['not_sampled']} documents"
         raise UserError(what, where="data.sample", fix="Take more.")
-    clear_documents(folder, kept={folder / file for result in results for file in result["files"]})
+    kept = {folder / file for result in results for file in result["files"]}
+    for stale in set(document_files(folder)) - kept:  # of an attempt before, at another commit
+        stale.unlink()
     clear_completions(folder)
     return total.summary() | counts | ({"commits": commits} if commits else {})
 

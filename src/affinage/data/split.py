@@ -39,12 +39,16 @@ def split(
         ):
             for before, batch in statistics[0].entering(path):
                 if settings.by == "tail":
-                    parts = _cut_tails(batch, settings.validation_fraction)
+                    rows = batch.to_pylist()
+                    parts = [cut_tail(row["text"], settings.validation_fraction) for row in rows]
+                    heads = [row | {"text": head} for row, (head, _) in zip(rows, parts)]
+                    tails = [row | {"text": tail} for row, (_, tail) in zip(rows, parts) if tail]
+                    train.write(pa.RecordBatch.from_pylist(heads, batch.schema))
+                    validation.write(pa.RecordBatch.from_pylist(tails, batch.schema))
                 else:
                     own = held_out[first + before :][: batch.num_rows]
-                    parts = [batch.filter(pa.array(rows)) for rows in (~own, own)]
-                train.write(parts[0])
-                validation.write(parts[1])
+                    train.write(batch.filter(pa.array(~own)))
+                    validation.write(batch.filter(pa.array(own)))
         return [vars(stats) for stats in statistics]
 
     results = executor.map(write, list(zip(paths, first_documents(paths))), folder, threads=True)
@@ -87,14 +91,6 @@ def _held_out(paths: Sequence[Path], settings: SplitSettings, seed: int) -> np.n
             count = 0  # or all of it would go
         chosen[members[np.argsort(keys[members], kind="stable")[:count]]] = True
     return np.isin(keys, keys[chosen])  # what belongs together goes whole, though its languages may differ
-
-
-def _cut_tails(batch: pa.RecordBatch, share: float) -> list[pa.RecordBatch]:
-    documents = batch.to_pylist()
-    parts = [cut_tail(document["text"], share) for document in documents]
-    heads = [document | {"text": head} for document, (head, _) in zip(documents, parts)]
-    tails = [document | {"text": tail} for document, (_, tail) in zip(documents, parts) if tail]
-    return [pa.RecordBatch.from_pylist(rows, batch.schema) for rows in (heads, tails)]
 
 
 def cut_tail(text: str, share: float) -> tuple[str, str]:

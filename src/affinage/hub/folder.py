@@ -42,8 +42,7 @@ from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
 from affinage.hub.families import FAMILIES, Architecture, architecture_of, decoder_nodes, family_of
 from affinage.model import Adapters
-from affinage.model.analysis import parameters
-from affinage.model.graph import Graph, parse
+from affinage.model.graph import Graph, parameters, parse
 from affinage.model.layer import PyTree
 from affinage.model.lora import LORA_A, LORA_B
 from affinage.paths import from_home

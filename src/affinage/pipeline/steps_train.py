@@ -30,7 +30,6 @@ from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, located, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash
-from affinage.planning.estimate import remat_for_devices
 from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
@@ -119,11 +118,6 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
     graph, inputs = base, context.inputs
     if isinstance(settings, DpoSettings):
         graph = preference_graph(base, settings, documents_in_a_row(inputs["preference-data"]))
-    if parallel.remat == "auto":
-        layout = MeshLayout(make_mesh(mesh_of(recipe), acquire()), table_with(parallel.sharding))
-        choice = remat_for_devices(base, settings, parallel, layout, feed.batch_size, feed.context)
-        print_line(f"{name}: {choice}")
-        parallel = parallel.model_copy(update={"remat": choice.remat})
     if context.remote is not None:
         rules = runtime.checkpoint.model_dump(include={"keep_last", "keep_every"})
         fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)

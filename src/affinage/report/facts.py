@@ -37,7 +37,6 @@ from affinage.results import (
 
 if TYPE_CHECKING:
     from affinage.model import Graph
-    from affinage.model.analysis import NodeCost
 
 MODELS = {"pretrain": "base", "sft": "sft", "dpo": "dpo"}  # of each training; `evaluate-<model>` evaluates it
 _SHOWN = 6  # pairs of near duplicates
@@ -98,7 +97,7 @@ class Training:
     result: TrainingResult
     points: list[EvalPoint]  # benchmarks during the training
     predicted: dict[str, float]
-    analysis: "list[NodeCost] | None"  # of the model
+    analysis: list[dict[str, Any]] | None  # of the model
     context: int | None  # tokens of a sequence
     curves: dict[str, list[Point]] = field(default_factory=dict)
     validation: dict[str, list[Point]] = field(default_factory=dict)
@@ -119,7 +118,7 @@ class Training:
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
     """Read the curves and benchmarks of a training, and predict it now, from the recipe of the run."""
     from affinage.model import parse
-    from affinage.model.analysis import analyze
+    from affinage.model.graph import analyze
 
     model = _Stored.model_validate(read_json(folder / "model.json") | read_json(folder / "monitor.json"))
     analysis, predicted = None, result.predicted

@@ -20,7 +20,7 @@ from affinage.data.json_files import write_atomically
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import peak_bytes
-from affinage.model.analysis import parameters
+from affinage.model.graph import parameters
 from affinage.model.layer import parameters_in
 from affinage.results import read_json_lines, versions
 from affinage.secrets import masked

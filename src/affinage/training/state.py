@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import TrainSettings, TuningSettings
 from affinage.model import Adapters, Declared, Graph, Node, abstract_params, logical_axes
-from affinage.model.analysis import analyze
+from affinage.model.graph import analyze
 from affinage.model.layer import BATCH, SEQUENCE, parameters_in
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import replicated
@@ -109,8 +109,8 @@ class ParamSplit:
         return params if self.adapters is None else self.adapters.merged(frozen, params)
 
     def step_flops(self, rows: int, context: int) -> int:
-        """Floating point operations of one training step, by the convention of `affinage.model.analysis`."""
-        total = sum(cost.training_flops for cost in analyze(self.graph, rows, context))
+        """Floating point operations of one training step, by the convention of `affinage.model.graph`."""
+        total = sum(node["training_flops"] for node in analyze(self.graph, rows, context))
         return total + sum(self.adapted_flops(node, rows, context) for node in self.graph.nodes)
 
     def adapted_flops(self, node: Node, rows: int, context: int) -> int:

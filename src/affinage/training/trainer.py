@@ -41,7 +41,7 @@ class Trainer:
         self.optimizer = optimizer_of(self.split, settings)
         self.rows = sizes[BATCH]
         self.tokens = math.prod(sizes.values())  # of a batch, those that do not count included
-        # FLOPs of a step by the convention of `affinage.model.analysis`, and a second of the mesh by the datasheet.
+        # FLOPs of a step by the convention of `affinage.model.graph`, and a second of the mesh by the datasheet.
         self.flops_per_step = self.split.step_flops(self.rows, sizes.get(SEQUENCE, 1))
         self.peak_flops = None if self.chip.flops_per_device is None else self.chip.flops_per_device * mesh.size
         if self.rows != (expected := rows_per_step(settings, mesh.size)):
