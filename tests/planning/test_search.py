@@ -63,7 +63,7 @@ def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, mo
     assert estimated < count and all(made.fits for _, made in best)
 
 
-ODD = "model.nodes.blocks.attention={heads: 3, head_dim: 64}", "model.nodes.blocks.ffn.width=999"
+ODD = "model.nodes.blocks={repeat: 3, attention: {heads: 3, head_dim: 64}, ffn: {width: 999}}"
 
 
 @pytest.mark.parametrize(
