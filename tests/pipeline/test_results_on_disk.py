@@ -223,15 +223,6 @@ def test_another_run_goes_on_beside_one_and_a_second_start_of_the_same_is_refuse
     assert len(runner("b", force=("shared",)).run(ProgressListener())) == 2
 
 
-def test_one_that_begins_at_the_same_time_and_is_refused_takes_nothing_from_the_other(start, monkeypatch):
-    second = runner("a")
-    plan = second.plan
-    monkeypatch.setattr(second, "plan", lambda: start("a", "shared") and plan())
-    with pytest.raises(UserError):
-        second.run(ProgressListener())
-    assert {entry.name for entry in Path("runs/a").iterdir()} == {"recipe.json", "run.json"}
-
-
 def test_what_a_killed_run_was_making_is_made_by_whoever_waited(start):
     first = start("a", "shared")
     with contextlib.redirect_stdout(Heard(first.kill)):

