@@ -100,15 +100,6 @@ def _as_before() -> Iterator[None]:
             os.environ[name] = before[name]
 
 
-@pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """What stands in a command for `python`, and starts without the seconds that imports take: see the module."""
-    import warm_python
-
-    with warm_python.serving(tmp_path_factory.mktemp("warm")) as python:
-        yield python
-
-
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """A browser: see its module."""

@@ -1,4 +1,4 @@
-"""A small training in one or several processes, each forked from `warm_python`, that are killed or told to stop.
+"""A small training in one or several processes, of `affinage launch`, that are killed or told to stop.
 
     python -m training_process JOB
 
@@ -22,26 +22,27 @@ import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.metadata import compare
 from affinage.cluster.launch import WorkerGroup, cpu_devices, start_processes, supervise
+from affinage.cluster.processes import Processes, init_distributed
+from affinage.errors import EXIT_PREEMPTED, Preempted
+from affinage.hardware.devices import Hardware
+from affinage.stopping import StopSignals, left_when_done
+from affinage.training import train
+from affinage.training.evaluator import Evaluator
+from affinage.training.metrics import MetricLogger
+from affinage.training.trainer import Trainer
 
 DEVICES = 4  # of all processes together
 BEFORE_STEPS = ("start", "first batch", "compilation", "restore")  # phases in which there is nothing to save
 
 
 class Training:
-    """Starts a training, see `affinage.cluster.launch.supervise`.
+    """Starts a training, see `affinage.cluster.launch.supervise`. `more` is of the job.
 
-    Args:
-        python: what stands in a command for `python`.
-        folder: of the run.
-        steps: of the run.
-        workers: how many share its devices.
-        hurts: what processes do to themselves, one for each start: process, step or phase, signal.
-        more: of the job.
+    `hurts`: what processes do to themselves, one for each start: process, step or phase, signal.
     """
 
     def __init__(
         self,
-        python: Sequence[str],
         folder: Path,
         steps: int,
         workers: int = 2,
@@ -49,7 +50,7 @@ class Training:
         **more: object,
     ) -> None:
         self.workers, self.folder, self.hurts, self.said, self.starts = workers, folder, list(hurts), [], 0
-        self._python, self._job = python, {"folder": str(folder), "steps": steps, **more}
+        self._job = {"folder": str(folder), "steps": steps, **more}
 
     def start(self, command: Sequence[str]) -> WorkerGroup:
         hurt = self.hurts[self.starts] if self.starts < len(self.hurts) else None
@@ -58,12 +59,12 @@ class Training:
         here = Path(__file__).parent
         environment = os.environ | cpu_devices(DEVICES // self.workers)
         environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), environment.get("PYTHONPATH", "")])
-        words = [*self._python, "-m", "training_process", job]
+        words = [sys.executable, "-m", "training_process", job]
         return start_processes(words, environment, self.workers, self.said.append)
 
-    def run(self, preemptions: int = 0, failures: int = 0) -> int:
+    def run(self, failures: int = 0) -> int:
         """The exit status of `affinage launch`."""
-        return supervise(self.start, [], max_preemptions=preemptions, max_failures=failures, say=self.said.append)
+        return supervise(self.start, [], max_failures=failures, say=self.said.append)
 
     def made(self, start: int, process: int) -> list[int]:
         """The steps that a process made in a start."""
@@ -88,9 +89,9 @@ def _made(folder: Path, start: int, process: int) -> Path:
 
 
 class Feed(tiny.RandomFeed):
-    """Rows of noise, which several processes share."""
+    """Not finite in the last row of the named steps, counted from 1; each process reads its own rows alone."""
 
-    def __init__(self, nonfinite: Sequence[int]) -> None:
+    def __init__(self, nonfinite: Sequence[int] = ()) -> None:
         super().__init__()
         self._nonfinite = nonfinite
 
@@ -108,38 +109,34 @@ class Feed(tiny.RandomFeed):
 
 def main(job: dict) -> None:
     """Train as one of the processes that the environment names."""
-    from affinage.cluster.processes import init_distributed
-    from affinage.config.recipe import RuntimeSettings
-    from affinage.stopping import StopSignals
-    from affinage.training import TrainJob, train
-
     folder = Path(job["folder"])
-    runtime = RuntimeSettings.model_validate({"checkpoint": {"every_steps": 5}, **job.get("runtime", {})})
     process, place, number = job["hurt"] or (None, None, 0)
     if isinstance(place, str):
         _signal_in(place, number)
-    with StopSignals(), init_distributed(runtime.heartbeat_timeout) as processes:
 
-        def on_step(step: int, state: object) -> None:
-            with _made(folder, job["start"], processes.index).open("a") as file:
-                print(step, file=file)
-            time.sleep(job.get("pause", 0.005))
-            if (processes.index, step) == (process, place):
-                os.kill(os.getpid(), number) if number else time.sleep(3600)
+    def on_step(step: int, state: object) -> None:
+        index = Processes.current.index
+        with _made(folder, job["start"], index).open("a") as file:
+            print(step, file=file)
+        time.sleep(job.get("pause", 0.005))
+        if (index, step) == (process, place):
+            os.kill(os.getpid(), number) if number else time.sleep(3600)
 
-        train(
-            TrainJob(
-                graph=tiny.graph(dropout=0.1, layers=1),
-                settings=tiny.settings(job["steps"], eval_every=7, **job.get("settings", {})),
-                runtime=runtime,
-                mesh={"data": 2, "fsdp": 2},
-                seed=1,
-                feed=Feed(job.get("nonfinite", ())),
-                folder=folder,
-                validation={"held out": tiny.HeldOut()},
-                on_step=(on_step,),
-            )
-        )
+    training = tiny.job(
+        folder,
+        job["steps"],
+        on_step,
+        graph=tiny.graph(dropout=0.1, layers=1),
+        mesh={"data": 2, "fsdp": 2},
+        feed=Feed(job.get("nonfinite", ())),
+        validation={"held out": tiny.HeldOut()},
+        initial_params=None,
+        eval_every=7,
+        **job.get("settings", {}),
+        **job.get("runtime", {}),
+    )
+    with StopSignals(), init_distributed(training.runtime.heartbeat_timeout):
+        train(training)
 
 
 def _signal_in(phase: str, number: int) -> None:
@@ -147,11 +144,6 @@ def _signal_in(phase: str, number: int) -> None:
 
     The phase is not over before another signal came; where there is nothing to save, the process waits to be left.
     """
-    from affinage.hardware.devices import Hardware
-    from affinage.training.evaluator import Evaluator
-    from affinage.training.metrics import MetricLogger
-    from affinage.training.trainer import Trainer
-
     place, name = {
         "start": (Hardware, "acquire"),
         "first batch": (tiny.RandomFeed, "batch"),
@@ -184,9 +176,6 @@ def _signal_in(phase: str, number: int) -> None:
 
 
 if __name__ == "__main__":
-    from affinage.errors import EXIT_PREEMPTED, Preempted
-    from affinage.stopping import left_when_done
-
     with left_when_done():
         try:
             main(json.loads(sys.argv[1]))

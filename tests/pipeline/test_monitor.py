@@ -24,7 +24,6 @@ from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_train import within_epochs
 from affinage.report.facts import read_training
 from affinage.results import TrainingResult
-from affinage.training.evaluator import bits_by_language
 from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
 from run_affinage import run
@@ -132,12 +131,6 @@ def test_a_training_ends_when_its_rows_were_seen_often_enough(capsys: pytest.Cap
     assert "sft: ends at step 20 of 500" in capsys.readouterr().out
 
 
-def test_bits_per_byte_of_a_language_weigh_its_sources_by_their_bytes():
-    scores = {"a.en": {"bits_per_byte": 1.0}, "b.en": {"bits_per_byte": 2.0}, "b.fr": {"bits_per_byte": 3.0}}
-    sizes: Any = {name: SimpleNamespace(bytes=size) for name, size in zip(scores, (100, 300, 7))}
-    assert bits_by_language(scores, sizes) == {"en": 1.75, "fr": 3.0}
-
-
 def test_how_benchmarks_are_computed_is_in_no_key():
     def config(**settings: object) -> dict[str, object]:
         given = json.dumps({"tasks": ["piqa"], "every_steps": 2, **settings})
@@ -174,7 +167,7 @@ def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: P
     last, bits = lines(scored, "validation")[-1]["validation"], rows[-1]["evaluation"]["bits_per_byte"]
     assert set(bits) == {"en", "fr"} and bits["en"] == pytest.approx(last["pocket-world.en"]["bits_per_byte"])
     shown = read_training("pretrain", scored, TrainingResult(), {})
-    assert [point.step for point in shown.points] == [0, 10, 20] and set(shown.bits_per_byte) == {"en", "fr"}
+    assert [point.step for point in shown.points] == [0, 10, 20]
 
 
 # ---- tuning

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +20,10 @@ TRACED = "import sys, tiny; from pathlib import Path; from affinage.training imp
 TRACED += "train(tiny.job(Path(sys.argv[1]), profile='4-5'))"
 
 
-def test_a_trace_has_the_steps_asked_for(tmp_path: Path, warm_python: list[str]):
+def test_a_trace_has_the_steps_asked_for(tmp_path: Path):
     # In a process of its own: JAX's profiler crashes where libtpu was loaded for its compiler alone.
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [*warm_python, "-c", TRACED, str(tmp_path)]
+    command = [sys.executable, "-c", TRACED, str(tmp_path)]
     subprocess.run(command, check=True, timeout=550, env={**os.environ, "PYTHONPATH": path})
     [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]

@@ -132,10 +132,8 @@ class HealthSettings(Settings):
     """For spikes."""
     spike_window: int = Field(default=128, ge=8)
     """A spike is six robust standard deviations above the median of as many earlier losses."""
-    max_consecutive_skips: int = Field(default=3, ge=1)
-    """Skipped updates in a row at which a run stops with a diagnosis."""
     max_skips: int = Field(default=5, ge=1)
-    """The same for skipped updates among the last `window` steps."""
+    """Skipped updates among the last `window` steps at which a run stops with a diagnosis."""
     window: int = Field(default=100, ge=1)
     """Steps in which `max_skips` are counted."""
 

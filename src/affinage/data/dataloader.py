@@ -292,7 +292,7 @@ class DataLoader:
         return self.iterate_part(number, 0, 1)
 
     def iterate_part(self, number: int, part: int, parts: int) -> Iterator[Batch]:
-        """See `affinage.training.job.Feed`."""
+        """See `affinage.training.trainer.Feed`."""
         return prefetch(lambda step: self.batch(step, part, parts), number)
 
 

@@ -6,6 +6,7 @@ nothing. Texts are repaired and in normal form C on both sides.
 """
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,6 @@ from affinage.data.code_points import Array, kernel, repair, text_buffers, word_
 from affinage.data.json_files import encodable
 from affinage.data.minhash import hash_words, longest_text, mix
 from affinage.errors import UserError
-from affinage.paths import from_home
 
 MIN_WORDS = 8  # a text of an item that has fewer than `n_grams` words is searched for whole, down to this many
 BOILERPLATE = 10  # a run of words in more items of a benchmark, or in more texts, is no match (GPT-3: documents)
@@ -67,7 +67,7 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
     compressed (.gz, .bz2, .zst) and anywhere that fsspec reads. Raises UserError for what cannot be read.
     """
     name, number, kind = path.rstrip("/").rsplit("/", 1)[-1], 0, kind_of_items(path)
-    place = path if "://" in path else str(from_home(path))
+    place = path if "://" in path else os.path.expanduser(path)
     try:
         with fsspec.open(place, "rb", compression=None if kind == "parquet" else "infer") as file:
             lines = (text for line in file if (text := line.decode("utf-8-sig").strip()))

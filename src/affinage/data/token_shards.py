@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,6 @@ from affinage.data.json_files import write_atomically, write_json
 from affinage.data.packing import best_fit, concatenate
 from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError, is_transient
-from affinage.paths import from_home
 
 FACTS = "shards.json"
 SCHEMA = pa.schema(
@@ -56,7 +56,7 @@ def is_local(place: str) -> bool:
 
 def local_path(place: str) -> Path:
     """Return the path that a local path or URL means."""
-    return Path(fsspec.core.strip_protocol(place)) if "://" in place else from_home(place)
+    return Path(fsspec.core.strip_protocol(place)) if "://" in place else Path(os.path.expanduser(place))
 
 
 def check_url(url: str) -> None:
