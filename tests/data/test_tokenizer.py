@@ -16,7 +16,7 @@ from affinage.config.data import TokenizerSettings
 from affinage.data.fast_bpe import FastBpe
 from affinage.data.special_tokens import FIXED_PIECES, NEWLINE, TAB, UNK
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.tokenizer_training import balanced_sample, measure, train_tokenizer
+from affinage.data.tokenizer_training import balanced_sample, measure, train_bpe, train_tokenizer
 from affinage.errors import UserError
 from run_affinage import refused
 from source_forms import write_documents
