@@ -15,7 +15,6 @@ from affinage.cli.options import app, arg, find, model_of, opt, warn
 from affinage.cli.output import working
 from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
-from affinage.paths import from_home
 
 if TYPE_CHECKING:
     from affinage.pipeline.models import Target
@@ -43,7 +42,7 @@ def import_(
     from affinage.pipeline.opening import import_model
 
     with working(f"importing {source}"):
-        place = from_home(source)
+        place = Path(os.path.expanduser(source))
         origin = os.path.abspath(place) if place.is_dir() else source
         hub = import_model(local_copy(source), folder, name, origin=origin)
     family, context, vocabulary = hub.architecture.family, hub.architecture.context, hub.graph.vocabulary

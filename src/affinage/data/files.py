@@ -28,7 +28,6 @@ from affinage.config.data import SourceSettings
 from affinage.data.executor import with_retries
 from affinage.data.json_files import encodable
 from affinage.errors import TransientError, UserError, first_line, is_transient
-from affinage.paths import from_home
 
 CHUNK_BYTES = 1 << 16  # read at once
 CACHE_VARIABLE = "AFFINAGE_CACHE"
@@ -212,7 +211,7 @@ def reports_damage() -> Iterator[None]:
 
 def cached_path(url: str) -> Path:
     """Where the download of a URL is, or will be: in `$AFFINAGE_CACHE`, else ~/.cache/affinage."""
-    folder = from_home(os.environ.get(CACHE_VARIABLE) or "~/.cache/affinage")
+    folder = Path(os.path.expanduser(os.environ.get(CACHE_VARIABLE) or "~/.cache/affinage"))
     return folder / "files" / hashlib.sha256(url.encode()).hexdigest()[:24] / (_name(url) or "file")
 
 

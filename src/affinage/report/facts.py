@@ -69,16 +69,11 @@ class EvalPoint(Result):
         return self.scores.get(task, Metric()).value
 
 
-class _Evaluated(Result):
-    bits_per_byte: dict[str, float] = {}
-
-
 class _Line(Result):
     """What a line of metrics.jsonl has beside its numbers."""
 
     step: int | None = None
     validation: dict[str, Validated] = {}
-    evaluation: _Evaluated = _Evaluated()
 
 
 class _Stored(Result):
@@ -91,7 +86,7 @@ class _Stored(Result):
 
 @dataclass(frozen=True)
 class Training:
-    """One training. Curves are points (step, value): by metric, validation set, and language of the validation text."""
+    """One training. Curves are points (step, value): by metric and by validation set."""
 
     name: str
     result: TrainingResult
@@ -101,7 +96,6 @@ class Training:
     context: int | None  # tokens of a sequence
     curves: dict[str, list[Point]] = field(default_factory=dict)
     validation: dict[str, list[Point]] = field(default_factory=dict)
-    bits_per_byte: dict[str, list[Point]] = field(default_factory=dict)
     nonfinite_steps: list[int] = field(default_factory=list)  # whose loss was not a finite number
 
     @property
@@ -140,8 +134,6 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
         for dataset, validated in line.validation.items():
             if validated.loss is not None:
                 training.validation.setdefault(dataset, []).append((step, validated.loss))
-        for language, bits in line.evaluation.bits_per_byte.items():
-            training.bits_per_byte.setdefault(language, []).append((step, bits))
     return training
 
 
