@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from affinage.config.data import PackingSettings
 from affinage.data.dataloader import DataLoader, ValidationRows
-from affinage.data.token_shards import open_shards
+from affinage.data.token_shards import TokenShards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.evaluation.run import JaxLM
@@ -103,7 +103,7 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path):
         write_documents(tmp_path / "split" / part, [{"text": text, "language": "fr"} for text in texts])
     tokenize(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=96, strategy="best_fit"), 0)
     (folder,) = (tmp_path / "rows/train").iterdir()
-    batch = DataLoader(folder, seed=0, batch=open_shards(folder).rows).batch(0)
+    batch = DataLoader(folder, seed=0, batch=TokenShards(folder).rows).batch(0)
     decoded = "".join(tokenizer.decode(row) for row in batch["tokens"])
     assert [decoded.count(text) for text in texts] == [1] * len(texts)
     ends = [*tokenizer.opening, tokenizer.eos]

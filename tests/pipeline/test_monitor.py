@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from scipy.stats import binomtest
 
 import tiny_run
 from affinage.config.load import load_recipe
+from affinage.errors import UserWarned
 from affinage.evaluation.run import evaluate
 from affinage.generation.engine import LoadedModel
 from affinage.pipeline.build import build_steps
@@ -129,6 +131,14 @@ def test_a_training_ends_when_its_rows_were_seen_often_enough(capsys: pytest.Cap
     fitted = within_epochs(asked, feed, "sft")
     assert (fitted.steps, fitted.schedule.warmup_steps) == (20, 2)
     assert "sft: ends at step 20 of 500" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("often", "warned"), [(40, False), (226, True)])
+def test_a_pretraining_that_reads_its_data_very_many_times_over_is_warned_of(often: float, warned: bool):
+    asked = load_recipe(TINY, []).recipe.pretrain
+    feed: Any = SimpleNamespace(epochs=lambda steps: {"much": 1.0, "few": often})
+    with pytest.warns(UserWarned, match="pretrain reads its data 226 times") if warned else nullcontext():
+        assert within_epochs(asked, feed, "pretrain") == asked
 
 
 def test_how_benchmarks_are_computed_is_in_no_key():

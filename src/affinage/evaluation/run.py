@@ -73,9 +73,8 @@ class JaxLM(TemplateLM):
         self.eot_token_id, self.prefix_token_id = tokenizer.eos, tokenizer.bos  # </s>; <s> stands for an empty context
         self.max_length, self.tokenizer_name = model.context, f"affinage-{model.name}"
         if (template := tokenizer.template) is None:
-            names = {**tokenizer.special_tokens, "bos_token": tokenizer.id_to_piece(tokenizer.bos)}
             source = chat_template(model.system_prompt, opened=bool(tokenizer.opening))
-            template = ChatTemplate(source, tokenizer, names)
+            template = ChatTemplate(source, tokenizer)
         self._template = template
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
