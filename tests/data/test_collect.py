@@ -16,6 +16,7 @@ import zstandard
 
 from affinage.data import ingest as ingesting
 from affinage.data import readers
+from affinage.data.files import version_of
 from affinage.errors import UserError
 from source_forms import collected, write_lines
 
@@ -70,7 +71,7 @@ def test_globs_roots_names_and_urls(tmp_path):
     assert found == [*(("books", f"{name}.txt") for name in ("odd[1]", "one", "two")), ("odd", "odd[1].txt")]
     fsspec.filesystem("memory").pipe("/corpus/a.jsonl", jsonl())
     for url in ("memory://corpus/a.jsonl", "memory://corpus"):
-        assert len(run(tmp_path, url)[1]) == 2
+        assert len(run(tmp_path, url)[1]) == 2 and len(version_of(url)) == 32
     url = f"file://{tmp_path}/books/one.txt"
     assert [row["source"] for row in run(tmp_path, url, url, root="/elsewhere")[1]] == ["one", "one-2"]
 
