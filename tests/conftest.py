@@ -13,6 +13,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -99,13 +100,13 @@ def _as_before() -> Iterator[None]:
             os.environ[name] = before[name]
 
 
-@pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """What stands in a command for `python`, and starts without the seconds that imports take: see the module."""
-    import warm_python
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A browser: see its module."""
+    import browser
 
-    with warm_python.serving(tmp_path_factory.mktemp("warm")) as python:
-        yield python
+    with browser.browser() as one:
+        yield one
 
 
 @pytest.fixture(scope="session")

@@ -1,52 +1,56 @@
-"""A small training in one or several processes, each forked from `warm_python`.
+"""A small training in one or several processes, of `affinage launch`, that are killed or told to stop.
 
     python -m training_process JOB
 
-is one of the processes. JOB is JSON: `folder`, `steps`, `settings`, `nonfinite` (steps whose last row has a loss that
-is not finite), `pause` (seconds after each step) and `hurt`: for each start a process, the step after which it hurts
-itself, and a signal's number, or 0 if it sleeps.
+is one of the processes. JOB is JSON: `folder`, `steps`, `settings`, `runtime`, `nonfinite` (steps whose last row has a
+loss that is not finite), `pause` (seconds after each step), and of this start its number, `start`, and `hurt`: a
+process, where it hurts itself (after a step, or in a phase), and a signal's number, or 0 if it sleeps.
 """
 
 import json
 import math
 import os
+import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
+import tiny
+from affinage.checkpoint import CheckpointStore
+from affinage.checkpoint.metadata import compare
 from affinage.cluster.launch import WorkerGroup, cpu_devices, start_processes, supervise
+from affinage.cluster.processes import Processes, init_distributed
+from affinage.errors import EXIT_PREEMPTED, Preempted
+from affinage.hardware.devices import Hardware
+from affinage.stopping import StopSignals, left_when_done
+from affinage.training import train
+from affinage.training.evaluator import Evaluator
+from affinage.training.metrics import MetricLogger
+from affinage.training.trainer import Trainer
 
 DEVICES = 4  # of all processes together
-ROWS, CONTEXT = 8, 16
+BEFORE_STEPS = ("start", "first batch", "compilation", "restore")  # phases in which there is nothing to save
 
 
 class Training:
-    """Starts a training, see `affinage.cluster.launch.supervise`.
+    """Starts a training, see `affinage.cluster.launch.supervise`. `more` is of the job.
 
-    Args:
-        python: what stands in a command for `python`.
-        folder: of the run.
-        steps: of the run.
-        workers: how many share its devices.
-        hurts: what processes do to themselves, one for each start: process, step, signal.
-        more: of the job.
+    `hurts`: what processes do to themselves, one for each start: process, step or phase, signal.
     """
 
     def __init__(
         self,
-        python: Sequence[str],
         folder: Path,
         steps: int,
         workers: int = 2,
-        hurts: Sequence[tuple[int, int, int]] = (),
+        hurts: Sequence[tuple[int, int | str, int]] = (),
         **more: object,
     ) -> None:
         self.workers, self.folder, self.hurts, self.said, self.starts = workers, folder, list(hurts), [], 0
-        self._python, self._job = python, {"folder": str(folder), "steps": steps, **more}
+        self._job = {"folder": str(folder), "steps": steps, **more}
 
     def start(self, command: Sequence[str]) -> WorkerGroup:
         hurt = self.hurts[self.starts] if self.starts < len(self.hurts) else None
@@ -55,119 +59,123 @@ class Training:
         here = Path(__file__).parent
         environment = os.environ | cpu_devices(DEVICES // self.workers)
         environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), environment.get("PYTHONPATH", "")])
-        words = [*self._python, "-m", "training_process", job]
+        words = [sys.executable, "-m", "training_process", job]
         return start_processes(words, environment, self.workers, self.said.append)
 
-    def run(self, preemptions: int = 0, failures: int = 0) -> int:
+    def run(self, failures: int = 0) -> int:
         """The exit status of `affinage launch`."""
-        return supervise(self.start, [], max_preemptions=preemptions, max_failures=failures, say=self.said.append)
+        return supervise(self.start, [], max_failures=failures, say=self.said.append)
 
     def made(self, start: int, process: int) -> list[int]:
         """The steps that a process made in a start."""
-        return [int(line) for line in _made(self.folder, start, process).read_text().splitlines()]
+        file = _made(self.folder, start, process)
+        return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def newest(self) -> int:
+        """The last step that is saved, or 0."""
+        return max([0, *CheckpointStore(self.folder / "checkpoints").steps()])
 
 
 def ended_alike(one: Path, other: Path, step: int) -> bool:
     """Whether two runs ended with the same state and curve, bit for bit."""
-    from affinage.checkpoint import CheckpointStore
-    from affinage.checkpoint.metadata import compare
-    from curves import curve
-
     first, second = (CheckpointStore(folder / "checkpoints").metadata(step) for folder in (one, other))
     found = compare(first, second)["arrays"]
     same = bool(found["same"]) and not found["different"] and not found["only"]
-    return same and curve(one) == curve(other) and len(curve(one)) > 1
+    return same and tiny.curve(one) == tiny.curve(other) and len(tiny.curve(one)) > 1
 
 
 def _made(folder: Path, start: int, process: int) -> Path:
     return folder.with_name(f"{folder.name}-{start}-{process}.steps")
 
 
-class Feed:
-    """Rows of noise, a function of the step alone, each with a loss mask of its own."""
-
-    bytes = 1000  # of the batches that are held out
+class Feed(tiny.RandomFeed):
+    """Not finite in the last row of the named steps, counted from 1; each process reads its own rows alone."""
 
     def __init__(self, nonfinite: Sequence[int] = ()) -> None:
+        super().__init__()
         self._nonfinite = nonfinite
 
-    def batch(self, step: int) -> dict[str, Any]:
-        draw = np.random.default_rng(step)
-        mask = (draw.random((ROWS, CONTEXT)) < np.linspace(0.1, 1.0, ROWS)[:, None]).astype(np.float32)
+    def batch(self, step: int) -> dict:
+        batch = super().batch(step)
         if step + 1 in self._nonfinite:
-            mask[-1] = math.nan
-        return {
-            "tokens": draw.integers(0, 97, (ROWS, CONTEXT), np.int32),
-            "segment_ids": np.zeros((ROWS, CONTEXT), np.int32),
-            "positions": np.tile(np.arange(CONTEXT, dtype=np.int32), (ROWS, 1)),
-            "loss_mask": mask,
-            "rows": np.arange(ROWS, dtype=np.int32),
-        }
-
-    def iterate(self, number: int) -> Iterator[dict]:
-        return self.iterate_part(number, 0, 1)
+            batch["loss_mask"][-1] = math.nan
+        return batch
 
     def iterate_part(self, number: int, part: int, parts: int) -> Iterator[dict]:
-        share = ROWS // parts
-        for step in range(number, sys.maxsize):
-            batch = self.batch(step)
+        share = self.rows // parts
+        for batch in self.iterate(number):
             yield {name: array[part * share : (part + 1) * share] for name, array in batch.items()}
-
-    def __iter__(self) -> Iterator[dict]:
-        return iter([self.batch(10**6), self.batch(10**6 + 1)])
 
 
 def main(job: dict) -> None:
     """Train as one of the processes that the environment names."""
-    import tiny_graphs
-    from affinage.cluster.processes import init_distributed
-    from affinage.config.recipe import RuntimeSettings
-    from affinage.config.training import PretrainSettings
-    from affinage.model import parse
-    from affinage.stopping import StopSignals
-    from affinage.training import TrainJob, train
-
-    settings = PretrainSettings.model_validate(
-        {
-            "steps": job["steps"],
-            "batch_size": ROWS,
-            "schedule": {"peak_lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 4},
-            "eval_every": 7,
-            "log_every": 1,
-            **job.get("settings", {}),
-        }
-    )
     folder = Path(job["folder"])
-    runtime = RuntimeSettings.model_validate({"checkpoint": {"every_steps": 5}, **job.get("runtime", {})})
-    with StopSignals(), init_distributed(runtime.heartbeat_timeout) as processes:
+    process, place, number = job["hurt"] or (None, None, 0)
+    if isinstance(place, str):
+        _signal_in(place, number)
 
-        def on_step(step: int, state: object) -> None:
-            with _made(folder, job["start"], processes.index).open("a") as file:
-                print(step, file=file)
-            time.sleep(job.get("pause", 0.0))
-            process, at, number = job["hurt"] or (None, None, 0)
-            if (processes.index, step) == (process, at):
-                os.kill(os.getpid(), number) if number else time.sleep(3600)
+    def on_step(step: int, state: object) -> None:
+        index = Processes.current.index
+        with _made(folder, job["start"], index).open("a") as file:
+            print(step, file=file)
+        time.sleep(job.get("pause", 0.005))
+        if (index, step) == (process, place):
+            os.kill(os.getpid(), number) if number else time.sleep(3600)
 
-        train(
-            TrainJob(
-                graph=parse(tiny_graphs.llama(layers=1, dropout=0.1)),
-                settings=settings,
-                runtime=runtime,
-                mesh={"data": 2, "fsdp": 2},
-                seed=1,
-                feed=Feed(job.get("nonfinite", ())),
-                folder=folder,
-                validation={"held out": Feed()},
-                on_step=(on_step,),
-            )
-        )
+    training = tiny.job(
+        folder,
+        job["steps"],
+        on_step,
+        graph=tiny.graph(dropout=0.1, layers=1),
+        mesh={"data": 2, "fsdp": 2},
+        feed=Feed(job.get("nonfinite", ())),
+        validation={"held out": tiny.HeldOut()},
+        initial_params=None,
+        eval_every=7,
+        **job.get("settings", {}),
+        **job.get("runtime", {}),
+    )
+    with StopSignals(), init_distributed(training.runtime.heartbeat_timeout):
+        train(training)
+
+
+def _signal_in(phase: str, number: int) -> None:
+    """Have the first call of a phase's function send this process a signal, up to 20 ms later; a kill may come later.
+
+    The phase is not over before another signal came; where there is nothing to save, the process waits to be left.
+    """
+    place, name = {
+        "start": (Hardware, "acquire"),
+        "first batch": (tiny.RandomFeed, "batch"),
+        "compilation": (Trainer, "compile_training"),
+        "restore": (CheckpointStore, "restore_newest"),
+        "step": (MetricLogger, "log"),
+        "evaluation": (Evaluator, "validate"),
+        "save": (CheckpointStore, "save"),
+    }[phase]
+    function, begun, kills = getattr(place, name), threading.Event(), number == signal.SIGKILL
+
+    def signal_now() -> None:
+        print(f"signal in {phase}", flush=True)
+        os.kill(os.getpid(), number)
+
+    def with_signal(*args: object, **kwargs: object) -> object:
+        if begun.is_set():
+            return function(*args, **kwargs)
+        begun.set()
+        latest = (1.0 if phase in BEFORE_STEPS else 0.15) if kills else 0.02
+        thread = threading.Timer(random.uniform(0.0, latest), signal_now)
+        thread.start()
+        result = function(*args, **kwargs)
+        if not kills:
+            thread.join()
+            time.sleep(3600 if phase in BEFORE_STEPS else 0)
+        return result
+
+    setattr(place, name, with_signal)
 
 
 if __name__ == "__main__":
-    from affinage.errors import EXIT_PREEMPTED, Preempted
-    from affinage.stopping import left_when_done
-
     with left_when_done():
         try:
             main(json.loads(sys.argv[1]))

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import hub_server
-import warm_python
 from affinage.data.documents import read_documents
 from affinage.errors import UserError
 from affinage.hub.folder import CardFacts, export, local_copy
@@ -60,15 +60,14 @@ def refusal(ended: subprocess.CompletedProcess[str]) -> str:
 
 @dataclass
 class Machine:
-    """Where commands run: a folder, and what stands for `python` there."""
+    """Where commands run."""
 
-    python: list[str]
     environment: dict[str, str]
     folder: Path
 
     def run(self, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
         environment = self.environment | ({"HF_TOKEN": token} if token else {})
-        command = [*self.python, "-c", PROGRAM, *words]
+        command = [sys.executable, "-c", PROGRAM, *words]
         done = subprocess.run(command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=300)
         assert TOKEN not in done.stdout + done.stderr
         return done
@@ -93,13 +92,12 @@ def served():
 
 
 @pytest.fixture(scope="module")
-def python(served, tmp_path_factory):
+def environment(served, tmp_path_factory):
     folder = tmp_path_factory.mktemp("machine")
     environment = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "XLA_FLAGS")}
     environment |= {"HF_ENDPOINT": served.address, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
     environment |= {"HF_DATASETS_OFFLINE": "0", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    with warm_python.serving(folder, environment) as command:
-        yield command, environment
+    return environment
 
 
 @pytest.fixture
@@ -112,10 +110,9 @@ def hub(served) -> Hub:
 
 
 @pytest.fixture
-def machine(python, tmp_path) -> Machine:
-    command, environment = python
+def machine(environment, tmp_path) -> Machine:
     (tmp_path / "work").mkdir()
-    return Machine(command, environment | {"AFFINAGE_CACHE": str(tmp_path / "cache")}, tmp_path / "work")
+    return Machine(environment | {"AFFINAGE_CACHE": str(tmp_path / "cache")}, tmp_path / "work")
 
 
 def parquet(rows: list[dict]) -> bytes:

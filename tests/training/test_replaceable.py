@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.hardware.devices import Hardware
 from affinage.parallel import Strategy
 from affinage.training import train
-from affinage.training.job import Feed
 from affinage.training.state import TrainState
+from affinage.training.trainer import Feed
 
 
 class InMemory(CheckpointStore):

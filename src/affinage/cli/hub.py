@@ -12,7 +12,6 @@ from affinage.cli import terminal
 from affinage.cli.run import run_own_steps
 from affinage.cli.terminal import app, arg, find, model_of, must_be_new, opt, warn, working
 from affinage.errors import UserError
-from affinage.paths import from_home
 
 if TYPE_CHECKING:
     from affinage.pipeline.models import Target
@@ -40,7 +39,7 @@ def import_(
     from affinage.pipeline.opening import import_model
 
     with working(f"importing {source}"):
-        place = from_home(source)
+        place = Path(os.path.expanduser(source))
         origin = os.path.abspath(place) if place.is_dir() else source
         hub = import_model(local_copy(source), folder, name, origin=origin)
     if hub.architecture.ignored:

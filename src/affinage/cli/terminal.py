@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 from rich.filesize import decimal
@@ -68,6 +68,11 @@ def _mesh(text: str) -> dict[str, int | str]:
     if len(parts) <= text.count(",") or not all(size.isdecimal() or size == "auto" for size in parts.values()):
         fix = "For example: --mesh tensor=2, or --mesh fsdp=4,tensor=2; one size may be auto."
         raise UserError(f"`{text}` is not a mesh", where="--mesh", fix=fix)
+    from affinage.config.training import MeshAxis
+
+    if unknown := parts.keys() - get_args(MeshAxis):
+        fix = f"The axes are {', '.join(get_args(MeshAxis))}."
+        raise UserError(f"unknown mesh axis {min(unknown)!r}", where="--mesh", fix=fix)
     return {axis: size if size == "auto" else int(size) for axis, size in parts.items()}
 
 

@@ -15,14 +15,9 @@ from affinage.errors import UserError, first_line
 def connect(address: str, cpus: int | None, *, where: str) -> Any:
     """Return Ray's module, connected; the caller calls its `shutdown`. An existing connection is taken.
 
-    Args:
-        address: of a running cluster (`auto`, `HOST:6379`, `ray://HOST:10001`), to which Ray ships this code; ""
-            starts one on this machine, which listens on the loopback address only and requires a token.
-        cpus: of a cluster that is started here; None for all.
-        where: the setting or option that says where the cluster is, for messages.
-
-    Raises:
-        UserError: Ray is not installed or does not answer.
+    `address` is of a running cluster (`auto`, `HOST:6379`, `ray://HOST:10001`), to which Ray ships this code; "" starts
+    one on this machine, with `cpus` (None for all), which listens on the loopback address only and requires a token.
+    UserError at `where`: Ray is missing, or does not answer.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing is reported to its makers
     if not address:

@@ -19,7 +19,6 @@ from affinage.config.recipe import TRAININGS, Recipe
 from affinage.config.yaml import MAX_BYTES, parse
 from affinage.config.yaml import Path as Keys
 from affinage.errors import UserError, did_you_mean
-from affinage.paths import from_home
 from affinage.secrets import secret_in
 
 # Two ways to say one thing: the one in a later layer takes the place of the other in an earlier one.
@@ -52,7 +51,7 @@ class LoadedRecipe(Layers):
         """Resolve a path that stands under `key`: relative to the file it is written in, the recipe, or the process."""
         written = Path(self.locate(key).rpartition(":")[0])
         folders = (*([written.parent] if written.is_file() else []), self.path.parent, Path())
-        candidates = [folder / from_home(path) for folder in folders]
+        candidates = [folder / os.path.expanduser(path) for folder in folders]
         return next((candidate for candidate in candidates if candidate.exists()), candidates[0])
 
 

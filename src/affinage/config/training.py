@@ -132,10 +132,8 @@ class HealthSettings(Settings):
     """For spikes."""
     spike_window: int = Field(default=128, ge=8)
     """A spike is six robust standard deviations above the median of as many earlier losses."""
-    max_consecutive_skips: int = Field(default=3, ge=1)
-    """Skipped updates in a row at which a run stops with a diagnosis."""
     max_skips: int = Field(default=5, ge=1)
-    """The same for skipped updates among the last `window` steps."""
+    """Skipped updates among the last `window` steps at which a run stops with a diagnosis."""
     window: int = Field(default=100, ge=1)
     """Steps in which `max_skips` are counted."""
 
@@ -278,9 +276,6 @@ class PretrainSettings(TrainSettings):
 class ConversationSettings(PlaceSettings):
     """One source of conversations, or of pairs of answers. A plain string in a recipe is short for `path`."""
 
-    format: Literal["auto", "messages", "sharegpt", "prompt", "alpaca"] = "auto"
-    """messages: {role, content}; sharegpt: {from, value}; prompt: prompt and completion; alpaca: instruction, input and
-    output; auto: recognized by its keys."""
     max_examples: int | None = Field(default=None, ge=1)
     """Maximum number of examples, drawn at random by the seed."""
 

@@ -28,7 +28,6 @@ from affinage.config.data import SourceSettings
 from affinage.data.executor import with_retries
 from affinage.data.json_files import encodable
 from affinage.errors import TransientError, UserError, first_line, is_transient
-from affinage.paths import from_home
 
 CHUNK_BYTES = 1 << 16  # read at once
 CACHE_VARIABLE = "AFFINAGE_CACHE"
@@ -148,13 +147,9 @@ def _name(url: str) -> str:
 
 
 def _listed(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
-    """What is at a URL: fsspec's file system, the folder that names start from, and the entries of the files by path.
-
-    That is one file, those in a folder, or those that a glob matches. The literal path comes first: names of files may
-    contain the characters of a glob. Raises the library's error, of which FileNotFoundError is one.
-    """
+    """What is at a URL: fsspec's file system, the folder that names start from, and the entries by path."""
     filesystem, path = url_to_fs(url, use_listings_cache=False)
-    try:
+    try:  # the literal path first: names of files may contain the characters of a glob
         entry = filesystem.info(path)
     except FileNotFoundError:
         if not has_magic(path):
@@ -212,7 +207,7 @@ def reports_damage() -> Iterator[None]:
 
 def cached_path(url: str) -> Path:
     """Where the download of a URL is, or will be: in `$AFFINAGE_CACHE`, else ~/.cache/affinage."""
-    folder = from_home(os.environ.get(CACHE_VARIABLE) or "~/.cache/affinage")
+    folder = Path(os.path.expanduser(os.environ.get(CACHE_VARIABLE) or "~/.cache/affinage"))
     return folder / "files" / hashlib.sha256(url.encode()).hexdigest()[:24] / (_name(url) or "file")
 
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 from affinage.config.data import POCKET_WORLD, DataSettings, PlaceSettings
 from affinage.config.training import TuningSettings
 from affinage.errors import TransientError, UserError, causes, first_line, is_transient
-from affinage.paths import from_home
 
 Place = TypeVar("Place", bound=PlaceSettings)
 
@@ -50,7 +49,7 @@ def released_folder(place: str, runs: Path) -> Path:
 
     Raises UserError if there is no such run or folder.
     """
-    for folder in (from_home(place), runs / place):
+    for folder in (Path(os.path.expanduser(place)), runs / place):
         if folder.is_dir():
             return folder / "split" if (folder / "split").is_dir() else folder
     fix = "Name a run in the folder of runs, or a folder with Parquet files that have a column `text`."

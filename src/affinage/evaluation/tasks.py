@@ -6,6 +6,7 @@ from a folder of JSON Lines in which a row is as in the Hub's dataset, or in ano
 
 import gzip
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -15,12 +16,11 @@ import yaml
 
 from affinage.config.data import POCKET_WORLD
 from affinage.errors import UserError
-from affinage.paths import from_home
 
 if TYPE_CHECKING:
     import datasets
 
-    from affinage.data.overlap import BenchmarkItem
+    from affinage.data.decontaminate import BenchmarkItem
 
 ChatTemplateUse = Literal["auto"] | bool
 Task = dict[str, Any]  # the configuration of a task, with its file as `where`; or {"task": name} for the harness's own
@@ -67,7 +67,7 @@ def on_hub(task: Mapping[str, Any]) -> bool:
 def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:
     """Return the files of a folder that these benchmarks and groups read, each once."""
     members = [member for task in tasks for member in GROUPS.get(task, (task,)) if member in BENCHMARKS]
-    return list(dict.fromkeys(file for name in members if (file := _file_of(name, from_home(data_dir)))))
+    return list(dict.fromkeys(file for name in members if (file := _file_of(name, Path(os.path.expanduser(data_dir))))))
 
 
 def find_tasks(
@@ -82,7 +82,7 @@ def find_tasks(
 
     Raises UserError for files that are missing, unreadable, or contain `!function`: nothing loaded here may run code.
     """
-    items = None if data_dir is None else from_home(data_dir)
+    items = None if data_dir is None else Path(os.path.expanduser(data_dir))
     if items is not None and not items.is_dir():
         raise UserError(f"there is no folder {items}", where="evaluate.data_dir", fix=_PATHS)
     tasks: dict[str, Task] = {}
@@ -124,7 +124,7 @@ def check_names(
 def _tasks_of(name: str, world: Path | None) -> list[Task]:
     """The tasks of a task file or a folder of them, or the name alone if it must be one of the harness's."""
     if not of_pocket_world(name):
-        place = from_home(name)
+        place = Path(os.path.expanduser(name))
     elif world is None:
         what = "the pocket world's benchmarks are about facts that only a model of that world knows"
         fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
@@ -289,7 +289,7 @@ def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> "Itera
 
 def items_of(tasks: Mapping[str, Any]) -> "Iterator[BenchmarkItem]":
     """Yield the same for tasks as the harness has loaded them, by name."""
-    from affinage.data.overlap import BenchmarkItem, strings_in  # a moment
+    from affinage.data.decontaminate import BenchmarkItem, strings_in  # a moment
 
     for name, task in tasks.items():
         for number, item in enumerate(task.eval_docs):

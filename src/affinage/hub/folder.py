@@ -4,6 +4,7 @@ Of a folder only JSON and safetensors are read: nothing in it can run.
 """
 
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -45,7 +46,6 @@ from affinage.model import Adapters
 from affinage.model.graph import Graph, parameters, parse
 from affinage.model.layer import PyTree
 from affinage.model.lora import LORA_A, LORA_B
-from affinage.paths import from_home
 from affinage.results import read_json
 
 CONFIG = "config.json"
@@ -69,7 +69,7 @@ def local_copy(folder_or_id: str) -> Path:
 
     Raises UserError if there is no such folder, and the hub has no such repository or cannot be reached.
     """
-    folder = from_home(folder_or_id)
+    folder = Path(os.path.expanduser(folder_or_id))
     if folder.is_dir():
         return folder
     if not sys.stderr.isatty():

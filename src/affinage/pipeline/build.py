@@ -1,5 +1,6 @@
 """From a recipe to the list of its steps, each with the settings, files and results that decide what it makes."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,6 @@ from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS, MonitorSettings
 from affinage.data.places import is_on_hub, located, released_folder
 from affinage.evaluation.tasks import files_of, is_task_file, of_pocket_world
-from affinage.paths import from_home
 from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS, chat_template_of, extended, initial_folder
 from affinage.pipeline.sources import task_files
 from affinage.pipeline.step import Step, StepContext, Summary, lazily
@@ -77,7 +77,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
     last = ("filter",)
     if data.dedup is not None:
         against = data.dedup.against  # a run is known by its name, a folder by its documents
-        files = (str(released_folder(against, Path("runs"))),) if against and from_home(against).is_dir() else ()
+        is_folder = bool(against) and os.path.isdir(os.path.expanduser(against))
+        files = (str(released_folder(against, Path("runs"))),) if is_folder else ()
         yield Step("dedup", _of_data("dedup_step"), {"data": _part(data, "dedup")}, last, files=files, **more)
         last = ("dedup",)
     config, files = _searched(recipe)
@@ -92,7 +93,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
         config = {"data": _part(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         yield Step("train-tokenizer", _of_data("tokenizer_step"), config, ("split",), version=2)
     config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
-    yield Step("tokenize", _of_data("tokenize_step"), config, inputs, check=_of_data("check_tokenize"), **more)
+    yield Step("tokenize", _of_data("tokenize_step"), config, inputs, **more)
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:

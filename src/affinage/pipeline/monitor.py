@@ -34,7 +34,7 @@ class _Stopped(Exception):
 
 
 class BenchmarkMonitor:
-    """Scores benchmarks while a model is trained, and may end the training; see `affinage.training.job.Monitor`.
+    """Scores benchmarks while a model is trained, and may end the training; see `affinage.training.trainer.Monitor`.
 
     Points are stored in the folder of the training.
     """
@@ -55,7 +55,7 @@ class BenchmarkMonitor:
         return step % self.settings.every_steps == 0 or step == self.steps
 
     def look(self, step: int, state: TrainState, stop: Callable[[], bool]) -> tuple[dict[str, Any] | None, str]:
-        """The scores of a state, and why the training ends here; see `affinage.training.job.Monitor`."""
+        """The scores of a state, and why the training ends here; see `affinage.training.trainer.Monitor`."""
         point = next((point for point in self.points if point["step"] == step), None)
         if point is None:
             # Points after this one are of a run that was killed, and are computed again.

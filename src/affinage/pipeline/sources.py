@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import hashlib
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,6 @@ from affinage.config.data import POCKET_WORLD
 from affinage.data.json_files import encodable
 from affinage.data.places import is_url
 from affinage.errors import UserWarned, first_line
-from affinage.paths import from_home
 
 _WHOLE = 16_000_000  # bytes: a larger file is known by its size, time and a sample
 _BLOCKS, _BLOCK = 64, 65_536  # number of blocks, and bytes of each
@@ -24,13 +24,10 @@ def fingerprints(paths: Iterable[str]) -> dict[str, str]:
     """Fingerprint each local file that `paths` name: a file, a folder (all files in it but hidden ones), or a glob.
 
     The fingerprint is the hash of the content; of files above 16 MB it is the size, the time of change and the hash of
-    64 blocks. URLs are left out, see `remote_fingerprints`.
-
-    Returns:
-        {path as given, or path of the file found: fingerprint}; nothing for what does not exist.
+    64 blocks. Returns {path of the file: fingerprint}, without URLs and what does not exist.
     """
     local = [path for path in paths if path != POCKET_WORLD and not is_url(path)]
-    places = [str(from_home(path.removeprefix("file://").removeprefix("local://"))) for path in local]
+    places = [os.path.expanduser(path.removeprefix("file://").removeprefix("local://")) for path in local]
     return {encodable(str(file)): _fingerprint(file) for place in places for file in _files(place)}
 
 
@@ -81,7 +78,7 @@ def task_files(paths: Iterable[str]) -> list[str]:
     """Task files and folders with the data files and templates they name: all that their benchmarks are made of."""
     files = []
     for path in paths:
-        place = from_home(path)
+        place = Path(os.path.expanduser(path))
         files.append(path)
         for file in [*place.rglob("*.yaml"), *place.rglob("*.yml")] if place.is_dir() else [place]:
             with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):  # raised where it is read

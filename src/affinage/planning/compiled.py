@@ -32,8 +32,7 @@ from affinage.parallel import make_mesh
 from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, make_plan, planned_graph, training_settings
 from affinage.registry import load_plugins
-from affinage.training.job import TrainJob, rows_per_step
-from affinage.training.trainer import Trainer
+from affinage.training.trainer import Trainer, TrainJob, rows_per_step
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _ATTENTION = re.compile(r'custom_call_target="__cudnn\$(fmha\w*)"|%(splash_\w+)\S* = [^\n]* custom-call\(')

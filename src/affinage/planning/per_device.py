@@ -23,10 +23,9 @@ from affinage.model.layers.kernels import queries_are_split
 from affinage.parallel import MeshLayout, Pipeline
 from affinage.parallel.sharding import AXES, STAGES, TABLE, axis_sizes, table_with
 from affinage.planning.trace import Traced, Weights, padding, walk
-from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.state import TrainState, abstract_state, split_params
-from affinage.training.trainer import compute_dtype, optimizer_of, step_of
+from affinage.training.trainer import compute_dtype, optimizer_of, rows_per_step, step_of
 
 _WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128
 _BEFORE_HOPPER = frozenset({"A100 80GB", "A100 40GB", "L4"})

@@ -18,9 +18,9 @@ from affinage.parallel.sharding import AXES
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, training_settings
-from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.state import split_params
+from affinage.training.trainer import rows_per_step
 
 REMATS: tuple[RematPreset, ...] = ("none", "dots", "block")  # from what keeps most to what keeps least
 MOST_MICRO_BATCHES = 64

@@ -66,7 +66,7 @@ class _Stored(Result):
 
 @dataclass(frozen=True)
 class Training:
-    """One training. Curves are points (step, value): by metric, validation set, and language of the validation text."""
+    """One training. Curves are points (step, value): by metric and by validation set."""
 
     name: str
     result: TrainingResult
@@ -76,7 +76,6 @@ class Training:
     context: int | None  # tokens of a sequence
     curves: dict[str, list[Point]] = field(default_factory=dict)
     validation: dict[str, list[Point]] = field(default_factory=dict)
-    bits_per_byte: dict[str, list[Point]] = field(default_factory=dict)
 
 
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
@@ -101,8 +100,6 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
         for dataset, validated in line.get("validation", {}).items():
             if validated.get("loss") is not None:
                 training.validation.setdefault(dataset, []).append((step, validated["loss"]))
-        for language, bits in line.get("evaluation", {}).get("bits_per_byte", {}).items():
-            training.bits_per_byte.setdefault(language, []).append((step, bits))
     return training
 
 

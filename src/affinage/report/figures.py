@@ -223,8 +223,8 @@ def loss_figure(training: Training, t: Language) -> Figure | None:
     return line_figure(t("Loss"), series, t("step"), y, t, marks=training.result.resumed_at)
 
 
-def benchmark_figures(training: Training, t: Language) -> list[Figure]:
-    """Benchmarks during a training, and bits per byte of each language, where there are at least two points."""
+def benchmark_figure(training: Training, t: Language) -> Figure | None:
+    """Benchmarks during a training, where there are at least two points."""
     scored = []
     for i, task in enumerate(dict.fromkeys(task for point in training.points for task in point.scores)):
         known = [
@@ -233,14 +233,10 @@ def benchmark_figures(training: Training, t: Language) -> list[Figure]:
         points = [(point.step, score.value or 0.0) for point, score in known]
         ringed = [any(one.get("task") == task for one in point.worse) for point, _ in known]
         scored.append(Series(task, points, i, "points", [score.stderr or 0.0 for _, score in known], ringed))
-    bits = [Series(name, points, i, "points") for i, (name, points) in enumerate(training.bits_per_byte.items())]
-    shown = [
-        (t("Benchmarks during training"), scored, Axis(t("score ± one standard error"), ".0%")),
-        (t("Bits per byte"), bits, Axis(t("bits per byte of validation text"), "~g")),
-    ]
-    shown = [each for each in shown if any(len(one.points) > 1 for one in each[1])]
-    wide, marks = WIDE if len(shown) == 1 else HALF, training.result.resumed_at  # one alone stands under the loss
-    return [line_figure(title, series, t("step"), y, t, wide=wide, marks=marks) for title, series, y in shown]
+    if not any(len(one.points) > 1 for one in scored):
+        return None
+    y = Axis(t("score ± one standard error"), ".0%")
+    return line_figure(t("Benchmarks during training"), scored, t("step"), y, t, marks=training.result.resumed_at)
 
 
 def metric_figure(training: Training, metric: str, title: str, y: Axis, t: Language) -> Figure:
