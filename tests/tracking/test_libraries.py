@@ -1,15 +1,12 @@
 """What trackers write, read back by their own libraries, after a training that was stopped and went on."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
-
 from affinage import tracking
 from affinage.tracking import TrackedRun, trackers_of
 from affinage.training import train

@@ -94,8 +94,8 @@ def _evaluate_model(
     from affinage.config.recipe import EvaluateSettings
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
-    from affinage.pipeline.eval_results import contamination_search
     from affinage.pipeline.models import made_from, recorded, results_folder
+    from affinage.pipeline.steps_eval import contamination_search
     from affinage.stopping import StopSignals
 
     if target.run is not None and settings["tasks"] is None:

@@ -152,6 +152,8 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
 
 def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Iterator[str | Table]:
     """What a training needs and takes, part by part, and the compiler's report; `extent` is the part of the recipe."""
+    from affinage.data.dataloader import repetition
+
     where, facts, memory, time = made.where, made.facts, made.memory, made.time
     shape = "x".join(map(str, where.shape))
     chips = f"{where.chips} × {where.chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
@@ -164,6 +166,7 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
     yield f"{facts.flops:.3g} FLOPs to train, counted node by node; 6·N·D = {facts.flops_by_rule:.3g}"
     if facts.epochs is not None:
         yield f"{facts.epochs:.2f} epochs over {facts.data_tokens:,} tokens of training data"
+        yield from [f"{made.section} {advice}"] if (advice := repetition(facts.epochs)) else []
     disk = memory_text(made.save_bytes * (made.recipe.runtime.checkpoint.keep_last + 1))
     yield f"a checkpoint takes {memory_text(made.save_bytes)}; those that are kept and the next take {disk} of disk\n"
     parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size}

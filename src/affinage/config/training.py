@@ -276,9 +276,6 @@ class PretrainSettings(TrainSettings):
 class ConversationSettings(PlaceSettings):
     """One source of conversations, or of pairs of answers. A plain string in a recipe is short for `path`."""
 
-    format: Literal["auto", "messages", "sharegpt", "prompt", "alpaca"] = "auto"
-    """messages: {role, content}; sharegpt: {from, value}; prompt: prompt and completion; alpaca: instruction, input and
-    output; auto: recognized by its keys."""
     max_examples: int | None = Field(default=None, ge=1)
     """Maximum number of examples, drawn at random by the seed."""
 

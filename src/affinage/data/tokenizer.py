@@ -7,9 +7,10 @@ a spelling that no text has. What a chat template writes gets them by `encode_re
 import json
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ _MARKUP = re.compile(r"[<>\[\]|｜]")  # what an added token that is not special
 _TAG = re.compile(r"</?\w+>")  # such as <think>: structure that an assistant itself writes
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAME = re.compile(f"{_MARK}([0-9]+){_MARK}")  # of a control token in the library's tokenizer
 _ANCHOR = "a"
 
 
@@ -91,11 +93,8 @@ class Tokenizer:
         self.fixed_ids = [self._pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
         self.kind = "hub" if not self.fixed_ids else "bpe" if state["model"].get("byte_fallback") else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
-        model = state["model"]
-        unknown = model.get("unk_id", ids.get(model.get("unk_token")))  # the former of Unigram models
-        self._unknown: int = -1 if unknown is None else unknown
         alphabet = pre_tokenizers.ByteLevel.alphabet() if self._byte_level else [f"<0x{n:02X}>" for n in range(256)]
-        by_bytes = self._byte_level or bool(model.get("byte_fallback"))
+        by_bytes = self._byte_level or bool(state["model"].get("byte_fallback"))
         self._spells_everything = by_bytes and ids.keys() >= set(alphabet)
         normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
         self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
@@ -134,9 +133,6 @@ class Tokenizer:
         """Return the id of a piece or a control token, None if the vocabulary lacks it."""
         return self.controls.get(piece, self._fast.token_to_id(piece))
 
-    def _named(self, name: str) -> int | None:
-        return self.id_of(self.special_tokens.get(name, ""))
-
     @cached_property
     def opening(self) -> tuple[int, ...]:
         """Ids that a text begins with: <s>; what another tokenizer itself puts before a text."""
@@ -149,7 +145,7 @@ class Tokenizer:
     @property
     def bos(self) -> int:
         """The id that stands for an empty context: that of <s>, or else of the end of a text."""
-        begin = self._named("bos_token")
+        begin = self.id_of(self.special_tokens.get("bos_token", ""))
         return self.eos if begin is None else begin
 
     @property
@@ -164,7 +160,7 @@ class Tokenizer:
     @property
     def pad(self) -> int | None:
         """The id that fills rows up, if there is one for it."""
-        return self._named("pad_token")
+        return self.id_of(self.special_tokens.get("pad_token", ""))
 
     @cached_property
     def _configured_stops(self) -> tuple[int, ...]:
@@ -350,33 +346,27 @@ class Tokenizer:
         """Return how many characters of a text are in none of its tokens, or only in the unknown one."""
         if self._spells_everything:
             return 0
-        text = _plain(text)
-        encoded = self._fast.encode(text, add_special_tokens=False)
-        spelled = np.array(list(map(str.isspace, text)), bool)
-        for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
-            spelled[start:stop] |= token != self._unknown
-        return int(np.count_nonzero(~spelled))
+        normalizer: Any = self._fast.normalizer
+        text = normalizer.normalize_str(_plain(text)) if normalizer else _plain(text)
+        lost = Counter(text) - Counter(self.decode(self.encode(text)))
+        return sum(count for character, count in lost.items() if not (character.isspace() or character == SPACE))
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Return the text of ids. Special tokens are left out, or spelled if `keep_special`.
 
-        What is no text decodes as U+FFFD.
+        Bytes that are no text decode as U+FFFD, and ids that the vocabulary lacks as nothing.
         """
-        controls = set(self.controls.values())
-        parts: list[str] = []
-        for is_text, run in groupby(
-            map(int, ids), lambda token: 0 <= token < self.vocabulary and token not in controls
-        ):
-            if is_text:  # after another token: some decoders drop the space that the first token of a text begins with
-                text = self._fast.decode([*self._anchor, *run], skip_special_tokens=False)
-                parts.append(text[len(self._fast.decode(self._anchor, skip_special_tokens=False)) :])
-                continue
-            for token in run:
-                if token not in controls or (self.fixed_ids and token == UNK and not keep_special):
-                    parts.append(REPLACEMENT)
-                elif keep_special or token not in self._special:
-                    parts.append(self._pieces[token])
-        return "".join(parts)
+
+        def spelled(name: re.Match[str]) -> str:
+            token = int(name[1])
+            if token == UNK and self.fixed_ids and not keep_special:
+                return REPLACEMENT
+            return self._pieces[token] if keep_special or token not in self._special else ""
+
+        # After another token: some decoders drop the space that the first token of a text begins with.
+        text = self._fast.decode([*self._anchor, *map(int, ids)], skip_special_tokens=False)
+        before = self._fast.decode(self._anchor, skip_special_tokens=False)
+        return _NAME.sub(spelled, text[len(before) :])
 
 
 @lru_cache(maxsize=1)

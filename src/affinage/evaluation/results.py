@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from affinage.checkpoint.metadata import checksums
-from affinage.data.decontaminate import Contamination
+from affinage.data.decontaminate import BenchmarkItem, Contamination
 from affinage.data.json_files import write_atomically, write_json
-from affinage.data.overlap import BenchmarkItem
 from affinage.data.tokenizer import FILE
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel

@@ -73,9 +73,8 @@ class JaxLM(TemplateLM):
         self.eot_token_id, self.prefix_token_id = tokenizer.eos, tokenizer.bos  # </s>; <s> stands for an empty context
         self.max_length, self.tokenizer_name = model.context, f"affinage-{model.name}"
         if (template := tokenizer.template) is None:
-            names = {**tokenizer.special_tokens, "bos_token": tokenizer.id_to_piece(tokenizer.bos)}
             source = chat_template(model.system_prompt, opened=bool(tokenizer.opening))
-            template = ChatTemplate(source, tokenizer, names)
+            template = ChatTemplate(source, tokenizer)
         self._template = template
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -87,8 +86,12 @@ class JaxLM(TemplateLM):
         self.in_chat_template = True
         own = self.model.tokenizer.template is not None
         messages = guarded(chat_history, self.model.tokenizer, self.model.system_prompt if own else "")
-        opened = "" if add_generation_prompt else str(messages.pop()["content"]).strip()
-        return self._template.render(messages, add_generation_prompt=True) + opened
+        text, content = self._template.render(messages, add_generation_prompt=add_generation_prompt), ""
+        if not add_generation_prompt:
+            content = str(messages[-1]["content"]).strip()  # as some templates do, too
+            if content not in text:  # the template changes it
+                return self._template.render(messages[:-1], add_generation_prompt=True) + content
+        return text[: text.rfind(content) + len(content)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the ids of a text, after <s> unless `add_special_tokens` is False or the template has put it there."""
@@ -136,7 +139,10 @@ class JaxLM(TemplateLM):
 
     def exceeds(self, arguments: Sequence[Any]) -> bool:
         """Return whether the texts of a request do not fit the context: they were cut, or scored in pieces."""
-        return len(self.tok_encode("".join(text for text in arguments if isinstance(text, str)))) > self.max_length + 1
+        room = self.max_length + 1
+        if isinstance(arguments[-1], dict):  # settings of a generation
+            room = self.max_length - self._params(arguments[-1]).max_new_tokens
+        return len(self.tok_encode("".join(text for text in arguments if isinstance(text, str)))) > room
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the text after every context, up to a stop string, <|im_end|>, </s> or the length of the task."""

@@ -20,7 +20,7 @@ from affinage.errors import UserError
 if TYPE_CHECKING:
     import datasets
 
-    from affinage.data.overlap import BenchmarkItem
+    from affinage.data.decontaminate import BenchmarkItem
 
 ChatTemplateUse = Literal["auto"] | bool
 Task = dict[str, Any]  # the configuration of a task, with its file as `where`; or {"task": name} for the harness's own
@@ -289,7 +289,7 @@ def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> "Itera
 
 def items_of(tasks: Mapping[str, Any]) -> "Iterator[BenchmarkItem]":
     """Yield the same for tasks as the harness has loaded them, by name."""
-    from affinage.data.overlap import BenchmarkItem, strings_in  # a moment
+    from affinage.data.decontaminate import BenchmarkItem, strings_in  # a moment
 
     for name, task in tasks.items():
         for number, item in enumerate(task.eval_docs):

@@ -346,10 +346,10 @@ class Engine:
         last = [(each.tokens or each.prompt)[-1] for each in requests]
         numbers = [(len(each.tokens), each.limit, each.index) for each in requests]
         params = [each.params for each in requests]
-        ignored = np.array([each.ignore_eos for each in params])
-        columns = np.array([last, places, *zip(*numbers, strict=True)], np.int32)
+        columns: list[Any] = [*np.array([last, places, *zip(*numbers, strict=True)], np.int32)]
+        columns += [np.array([each.ignore_eos for each in params]), SamplingTensors.of(params)]
         cache, self._cache = self._cache or self._empty(slots=self.slots, length=self.length), None
-        rows, arrays = jax.tree.map(self.model.place, (Rows(*columns, ignored, SamplingTensors.of(params)), arrays))
+        rows, arrays = jax.tree.map(self.model.place, (Rows(*columns), arrays))
         self._cache, emitted = program(self._params, cache, rows, *arrays, **static)
         return emitted
 

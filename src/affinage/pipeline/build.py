@@ -93,7 +93,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
         config = {"data": _part(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         yield Step("train-tokenizer", _of_data("tokenizer_step"), config, ("split",), version=2)
     config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
-    yield Step("tokenize", _of_data("tokenize_step"), config, inputs, check=_of_data("check_tokenize"), **more)
+    yield Step("tokenize", _of_data("tokenize_step"), config, inputs, **more)
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
 import bisect
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,12 @@ from affinage.checkpoint.remote import Uploader, download
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.dataloader import DataLoader, ValidationRows, validation_sets
+from affinage.data.dataloader import DataLoader, ValidationRows, repetition
 from affinage.data.json_files import write_json
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from affinage.hardware.devices import acquire
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
@@ -46,7 +47,7 @@ def train_step(context: StepContext) -> Summary:
     requested = getattr(recipe, name)
     rows = inputs[ROWS[name]]
     feed, validation = _token_rows(context, requested, rows)
-    settings = within_epochs(requested, feed, name) if isinstance(requested, TuningSettings) else requested
+    settings = within_epochs(requested, feed, name)
     prompt = "" if name == "pretrain" else recipe.chat_system_prompt if name == "dpo" else requested.system_prompt
     data = {"rows": content_hash(rows, "train")}
     if (reference := inputs.get("ref-logprobs")) is not None:
@@ -77,8 +78,6 @@ def train_step(context: StepContext) -> Summary:
     summary = train(job)
     if context.saves_to != context.folder and Processes.current.first:
         download(str(context.remote), context.folder, SAVED)
-    if name == "pretrain":
-        return summary | {"epochs": feed.epochs(settings.steps)}
     return summary if settings.steps == requested.steps or summary["ended"] else summary | {"ended": "epochs"}
 
 
@@ -172,14 +171,21 @@ def _token_rows(
         facts = {"rows": rows.name, "seed": seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
         write_json(context.folder / FEED, facts)
     rows_at_once = batch // settings.gradient_accumulation_steps  # a micro-batch is what fits in memory
-    return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
+    opened = partial(ValidationRows, batch=rows_at_once, limit=settings.eval_sequences)
+    return feed, {name: opened(path) for name, path in find_shard_folders(rows / "validation").items()}
 
 
-def within_epochs(settings: TuningSettings, feed: DataLoader, where: str) -> TuningSettings:
+def within_epochs(
+    settings: PretrainSettings | TuningSettings, feed: DataLoader, where: str
+) -> PretrainSettings | TuningSettings:
     """The settings with at most the steps that `num_epochs` allows, and a schedule that ends with them.
 
-    A warm-up that is longer becomes a tenth of the steps.
+    A warm-up that is longer becomes a tenth of the steps. Warns of a pretraining that reads its data too often.
     """
+    if not isinstance(settings, TuningSettings):
+        if (advice := repetition(max(feed.epochs(settings.steps).values()))) and Processes.current.first:
+            warnings.warn(f"{where} {advice}", UserWarned, stacklevel=2)
+        return settings
     if settings.num_epochs is None:
         return settings
     # The last step after which no source was read more often.
