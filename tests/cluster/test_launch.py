@@ -15,6 +15,7 @@ from affinage.cluster import launch
 from affinage.cluster.launch import WorkerExit, WorkerGroup, start_local, start_processes, supervise
 from affinage.cluster.ray_launch import RayLauncher
 from affinage.errors import Preempted, UserError
+from run_affinage import refused
 from waiting import until
 
 TINY = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
@@ -105,8 +106,7 @@ def test_a_run_starts_again_as_often_as_its_budget_allows(starts: list, limits: 
 
 def test_a_first_start_that_fails_is_an_error_and_a_later_one_a_failure():
     nowhere = UserError("no room", fix="Look.")
-    with pytest.raises(UserError):
-        run(Scripted(nowhere, DONE))
+    refused(lambda: run(Scripted(nowhere, DONE)))
     status, said = run(Scripted(KILLED, nowhere, RuntimeError("a node\nis lost"), DONE))
     assert status == 0 and "no room" in said[1] and "RuntimeError: a node; all start again" in said[2]
 

@@ -9,7 +9,7 @@ import pytest
 
 from affinage.cluster import processes
 from affinage.cluster.launch import reserved_port
-from affinage.errors import UserError
+from run_affinage import refused
 
 AGREE = """
 from affinage.cluster.processes import ProcessLost, init_distributed
@@ -85,12 +85,10 @@ def test_the_environment_gives_a_process_its_place(monkeypatch: pytest.MonkeyPat
     assert processes.placement() is None
     monkeypatch.setenv(processes.COORDINATOR, "10.0.0.1:4321")
     monkeypatch.setenv(processes.NUM_PROCESSES, "4")
-    with pytest.raises(UserError) as refused:
-        processes.placement()
-    assert processes.NUM_PROCESSES in refused.value.where and refused.value.fix
+    mistake = refused(processes.placement)
+    assert processes.NUM_PROCESSES in mistake.where and mistake.fix
     monkeypatch.setenv(processes.PROCESS_ID, "4")
-    with pytest.raises(UserError):
-        processes.placement()
+    refused(processes.placement)
     monkeypatch.setenv(processes.PROCESS_ID, "3")
     assert processes.placement() == processes.Placement("10.0.0.1:4321", 4, 3)
     monkeypatch.setenv(processes.COORDINATOR, "auto")

@@ -5,6 +5,7 @@ import pytest
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.secrets import masked
+from run_affinage import refused
 
 
 @pytest.mark.parametrize(
@@ -39,8 +40,7 @@ def test_values_of_the_environment_are_masked_wherever_they_stand(monkeypatch: p
     ],
 )
 def test_a_recipe_with_a_secret_is_refused_without_repeating_it(override: str):
-    with pytest.raises(UserError) as refused:
-        load_recipe("quickstart", [override])
-    message = str(refused.value)
-    assert message.startswith(f"--set {override.partition('=')[0]}") and refused.value.fix
+    mistake = refused(load_recipe, "quickstart", [override])
+    message = str(mistake)
+    assert message.startswith(f"--set {override.partition('=')[0]}") and mistake.fix
     assert not [secret for secret in ("0a1b", "hf_abc") if secret in message]

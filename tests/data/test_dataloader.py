@@ -22,6 +22,7 @@ from affinage.data.dataloader import (
 from affinage.data.order import permuted
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.errors import UserError
+from run_affinage import refused
 from token_rows import write_tokens
 
 CONTEXT, BATCH, STEPS = 8, 8, 550
@@ -100,15 +101,13 @@ WRONG = [{"de": 1}, {"wikki": 1}, {"web.en": -1}, {"web.en": 0.0}, {}, {"web": 1
 
 @pytest.mark.parametrize("weights", WRONG, ids=str)
 def test_weights_that_make_no_sense_are_refused(folder: Path, weights: dict[str, float]):
-    with pytest.raises(UserError) as raised:
-        DataLoader(folder, seed=0, batch=4, mixture=[(0, weights)])
-    assert raised.value.where == "pretrain.mixture"
-    assert "wikki" not in weights or "Did you mean `wiki`" in raised.value.fix
+    raised = refused(DataLoader, folder, seed=0, batch=4, mixture=[(0, weights)])
+    assert raised.where == "pretrain.mixture"
+    assert "wikki" not in weights or "Did you mean `wiki`" in raised.fix
 
 
 def test_other_mistakes_are_refused(folder: Path, tmp_path: Path):
-    with pytest.raises(UserError):
-        DataLoader(tmp_path / "nothing", seed=0, batch=4)
+    refused(DataLoader, tmp_path / "nothing", seed=0, batch=4)
     with pytest.raises(UserError):  # 4 rows for 3 hosts
         DataLoader(folder, seed=0, batch=4).batch(0, 0, 3)
 

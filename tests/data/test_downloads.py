@@ -7,8 +7,8 @@ import pytest
 import hub_server
 from affinage.data import executor
 from affinage.data.files import CACHE_VARIABLE, cached, cached_path
-from affinage.errors import UserError
 from hub_server import Fault
+from run_affinage import refused
 from source_forms import collected
 
 CONTENT = b"".join(json.dumps({"text": f"line {i} of many {i * 7919}"}).encode() + b"\n" for i in range(3_000))
@@ -31,16 +31,10 @@ def url_of(server) -> str:
     return f"{server.address}/me/files/resolve/main/lines.jsonl"
 
 
-def refused(url: str) -> UserError:
-    with pytest.raises(UserError) as error:
-        cached(url)
-    return error.value
-
-
 def breaks_off(server) -> None:
     """The first answer, after some bytes, and then every one at once."""
     server.faults[:] = [Fault("lines", cut=50_000), Fault("lines", cut=0, times=99)]
-    error = refused(url_of(server))
+    error = refused(cached, url_of(server))
     assert url_of(server) in str(error) and "Run the same command again" in error.fix
     assert not cached_path(url_of(server)).exists(), "a file that ended early is never taken for whole"
     server.faults.clear()
@@ -69,10 +63,9 @@ def test_a_file_that_changed_in_between_is_fetched_whole(server, content):
 @pytest.mark.parametrize("status", [404, 403, 416, 503])
 def test_what_the_server_refuses(server, status, tmp_path):
     server.faults[:] = [Fault("lines", status, times=99)]
-    error = refused(url_of(server))
+    error = refused(cached, url_of(server))
     assert url_of(server) in str(error) and error.fix
-    with pytest.raises(UserError, match=r"cannot reach .*lines.jsonl"):
-        collected(tmp_path / "one", url_of(server))
+    refused(collected, tmp_path / "one", url_of(server), match=r"cannot reach .*lines.jsonl")
 
 
 def test_a_recipe_reads_a_web_address_the_second_time_from_the_cache(server, tmp_path):

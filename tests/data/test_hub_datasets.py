@@ -11,8 +11,8 @@ from affinage.config.data import SourceSettings
 from affinage.data import hub_datasets
 from affinage.data.hub_datasets import at_commit
 from affinage.data.places import limit_requests
-from affinage.errors import UserError
 from hub_server import Fault
+from run_affinage import refused
 from source_forms import collected, write_lines
 
 
@@ -56,10 +56,9 @@ def test_what_is_not_in_a_dataset_is_refused(tables, tmp_path):
         ({"dataset": str(tables), "split": "dev"}, ("dev", "train")),
         ({"dataset": str(tmp_path / "nowhere")}, ("nowhere",)),
     ):
-        with pytest.raises(UserError) as error:
-            collected(tmp_path / "out", source)
-        assert error.value.where == "data.sources[0]" and all(words in error.value.what for words in named)
-        assert "text_key" not in source or "text_key: COLUMN" in error.value.fix
+        error = refused(collected, tmp_path / "out", source)
+        assert error.where == "data.sources[0]" and all(words in error.what for words in named)
+        assert "text_key" not in source or "text_key: COLUMN" in error.fix
 
 
 def test_presets():
@@ -101,6 +100,5 @@ def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix, monkeypatch
     hub.faults[:] = [fault]
     monkeypatch.setattr(hub_datasets, "limit_requests", partial(limit_requests, 0.5))
     settings = SourceSettings(dataset="some/data", revision="v2" if "revision" in words else "")
-    with pytest.raises(UserError) as error:
-        at_commit(settings, "data.sources[0]")
-    assert words in error.value.what and error.value.where == "data.sources[0]" and fix in error.value.fix
+    error = refused(at_commit, settings, "data.sources[0]")
+    assert words in error.what and error.where == "data.sources[0]" and fix in error.fix

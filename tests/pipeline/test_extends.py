@@ -7,10 +7,9 @@ import pytest
 
 import tiny_run
 from affinage.config.load import load_recipe
-from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
 from affinage.results import read_json_lines
-from run_affinage import run
+from run_affinage import refused, run
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 CONSTANT = "pretrain.schedule.name=constant"  # a longer run has the same rates
@@ -46,6 +45,5 @@ def test_an_extension_continues_a_run_which_stays_as_it_is(
         ("pretrain.resume_from=runs/short/pretrain@7", "@5, @10"),
         ("pretrain.resume_from=runs/no", "runs/NAME/pretrain"),
     ):
-        with pytest.raises(UserError, match=named) as refused:
-            sources(override)
-        assert refused.value.where == "--set pretrain.resume_from" and refused.value.fix
+        mistake = refused(sources, override, match=named)
+        assert mistake.where == "--set pretrain.resume_from" and mistake.fix
