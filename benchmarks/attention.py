@@ -17,7 +17,7 @@ from measuring import finish, median_seconds, options_of, result
 
 from affinage.errors import UserError
 from affinage.model.apply_config import ApplyConfig
-from affinage.model.layers.attention import IMPLEMENTATIONS, attention, choose
+from affinage.model.layers.attention import attention, choose
 
 TOLERANCE = 0.05  # largest difference over the largest value, in bfloat16
 
@@ -44,7 +44,7 @@ def main() -> None:
     qkv = [jnp.asarray(draw.normal(size=(rows, length, n, width)), dtype) for n in (heads, kv_heads, kv_heads)]
     causal = jnp.tril(jnp.ones((1, length, length), bool))
     names = []
-    for name in IMPLEMENTATIONS:
+    for name in ("auto", "xla", "cudnn", "splash"):
         if name != "auto":
             try:
                 names.append(choose(ApplyConfig(attention=name), dtype, width, length))

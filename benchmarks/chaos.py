@@ -6,7 +6,7 @@ Every line counts the cases that ended right, with all cases as the peer; any ot
 
 kill: kill -9 at random moments, from the start to the last save, of one process and of one of two, 100 times; the run
 ends with the weights and the curve of one that was left alone.
-preempt: SIGTERM at random moments, up to 40 times; the process exits with 75, and no step that it finished is lost.
+preempt: SIGTERM at random moments, up to 40 times; it exits with 75, and no step that it finished is made again.
 stop: one of two processes is killed or stopped (SIGSTOP); the next step comes within 60 s by `affinage launch` alone.
 corrupt: 300 faults in the newest of two checkpoints (a bit flipped, a file cut, swapped, deleted); what is restored has
 the bits that were saved at that step.
@@ -40,10 +40,8 @@ from training_process import Training, ended_alike
 
 from affinage.checkpoint import CheckpointStore
 from affinage.cluster.launch import WorkerGroup, supervise
-from affinage.errors import EXIT_PREEMPTED
 
 STEPS = 40
-PYTHON = [sys.executable]
 BACK_WITHIN = 60.0  # seconds
 
 Outcomes = Iterator[tuple[str, bool]]  # of a part: the kind of each case, and whether it ended right
@@ -53,7 +51,7 @@ class Disturbed(Training):
     """A training whose first `signals` starts get a signal to one of their workers after a random time."""
 
     def __init__(self, folder: Path, workers: int, draw: random.Random, number: int, signals: int, lasts: float):
-        super().__init__(PYTHON, folder, STEPS, workers)
+        super().__init__(folder, STEPS, workers)
         self._draw, self._number, self.left, self._lasts = draw, number, signals, lasts
 
     def start(self, command: object) -> WorkerGroup:
@@ -67,14 +65,10 @@ class Disturbed(Training):
             timer.start()
         return group
 
-    def saved(self) -> int:
-        """Return the newest step whose state is on disk, 0 without any."""
-        return max([0, *CheckpointStore(self.folder / "checkpoints").steps()])
-
 
 def undisturbed(folder: Path, workers: int) -> tuple[Path, float]:
     """Return the folder of a run that is left alone, and the seconds that it takes."""
-    training, began = Training(PYTHON, folder / f"alone-{workers}", STEPS, workers), time.monotonic()
+    training, began = Training(folder / f"alone-{workers}", STEPS, workers), time.monotonic()
     if training.run() != 0:
         raise SystemExit("\n".join(training.said))
     return training.folder, time.monotonic() - began
@@ -98,15 +92,12 @@ def preempt(folder: Path, draw: random.Random, quick: bool) -> Outcomes:
         for turn in range(1 if quick else 5):
             path, signals = folder / f"preempt-{workers}-{turn}", 2 if quick else 4
             run = Disturbed(path, workers, draw, signal.SIGTERM, signals, lasts)
-            status = EXIT_PREEMPTED
-            while run.left and status != 0:  # 0: it was done before the signal
-                start, begun = run.starts, run.saved()
-                status = run.run()
-                early = any("SIGTERM" in line for line in run.said if line.startswith("launch:"))
-                kept = run.saved() >= max([begun, *steps_made(run, start)])
-                yield f"signals to one of {workers}", kept and (status in (0, EXIT_PREEMPTED) or early)
-            run.left = 0  # it may have been done before all signals
-            yield "runs after them", run.run() == 0 and ended_alike(run.folder, alone, STEPS)
+            ended = run.run(failures=signals) == 0
+            launched = [line for line in run.said if line.startswith("launch:")]
+            stopped = all("preempted" in line or "SIGTERM" in line for line in launched)  # SIGTERM: it was importing
+            steps = [step for start in range(run.starts) for step in steps_made(run, start)]
+            yield f"{signals} signals to one of {workers}", ended and stopped and steps == sorted(set(steps))
+            yield "runs after them", ended_alike(run.folder, alone, STEPS)
 
 
 def steps_made(run: Training, start: int) -> list[int]:
@@ -134,7 +125,7 @@ class TimedLines(list[str]):
 def stop(folder: Path, draw: random.Random, quick: bool) -> Outcomes:
     """Runs of which one process of two is lost in a step."""
     for number, process in ((signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGSTOP, 0))[: 1 if quick else 3]:
-        run = Training(PYTHON, folder / f"stop-{number}-{process}", STEPS, hurts=[(process, 12, int(number))])
+        run = Training(folder / f"stop-{number}-{process}", STEPS, hurts=[(process, 12, int(number))])
         run.said = lines = TimedLines()
         status = run.run(failures=1)
         seconds = max(second - first for first, second in itertools.pairwise(lines.times))
@@ -216,7 +207,7 @@ def drive(address: str, folder: str) -> int:
     from affinage.cluster.ray_launch import RayLauncher
 
     job = json.dumps({"folder": folder, "steps": STEPS, "hurt": None, "start": 0, "pause": 0.2})
-    program = [*PYTHON, "-m", "training_process"]
+    program = [sys.executable, "-m", "training_process"]
     launcher = RayLauncher(2, address=address, devices=2, program=program)
     try:
         return supervise(launcher.start, [job], max_failures=20)

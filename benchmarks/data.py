@@ -64,7 +64,7 @@ def keepers(documents: Path) -> np.ndarray:
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as scratch:
         files = document_files(documents)
-        removed, _ = find_duplicates(files, DedupSettings(), Path(scratch), executor=Executor(1))
+        removed = find_duplicates(files, DedupSettings(), Path(scratch), executor=Executor(1))
         kept = np.arange(first_documents(files)[-1])
         kept[removed["document"].to_numpy()] = removed["kept"].to_numpy()
         return kept
@@ -231,7 +231,7 @@ def by_grain(sources: list[Any]) -> Callable[[int], dict[str, np.ndarray]]:
 def feed(quick: bool) -> Iterator[Result]:
     """Batches of a mixture."""
     from affinage.data.dataloader import DataLoader
-    from affinage.data.token_shards import find_shard_folders, open_shards
+    from affinage.data.token_shards import TokenShards, find_shard_folders
 
     steps = 30 if quick else 200
 
@@ -241,7 +241,7 @@ def feed(quick: bool) -> Iterator[Result]:
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
         write_sources(Path(name), 4_000 if quick else 40_000)
         loader = DataLoader(Path(name), seed=1, batch=BATCH, mixture=[(0, WEIGHTS)])
-        sources = [open_shards(path) for path in find_shard_folders(Path(name)).values()]
+        sources = [TokenShards(path) for path in find_shard_folders(Path(name)).values()]
         peer = rate(by_grain(sources)) if importlib.util.find_spec("grain") is not None else None
         yield result("mixture of five sources, grain", rate(loader.batch), "Mtok/s", peer)
 

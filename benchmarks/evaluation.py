@@ -58,8 +58,8 @@ def main() -> None:
     import torch
     from lm_eval.models.huggingface import HFLM
 
-    from affinage.evaluation.backend import JaxLM
     from affinage.evaluation.harness import quiet
+    from affinage.evaluation.run import JaxLM
     from affinage.pipeline.opening import open_model
     from benchmark_fixtures import write_items
 

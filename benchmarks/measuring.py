@@ -63,9 +63,8 @@ def random_llama(folder: Path, layers: int, width: int, ffn: int, vocabulary: in
     """Export a Llama with random weights and heads of 64 as a Hugging Face folder."""
     import jax
 
-    from affinage.generation.model import LoadedModel
-    from affinage.hub.card import CardFacts
-    from affinage.hub.export import export
+    from affinage.generation.engine import LoadedModel
+    from affinage.hub.folder import CardFacts, export
     from affinage.model import parse
     from affinage.model.forward import init_params
     from tiny_models import LLAMA, tokenizer

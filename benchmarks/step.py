@@ -25,9 +25,9 @@ from affinage.hardware.devices import acquire
 from affinage.model.forward import apply_part
 from affinage.planning.plan import forecast, planned_graph
 from affinage.registry import load_plugins
-from affinage.training.job import rows_per_step
 from affinage.training.state import Purpose, random_key
 from affinage.training.step import make_update
+from affinage.training.trainer import rows_per_step
 
 PyTree = Any
 NAMES = ("forward", "loss", "backward", "optimizer", "step")

@@ -100,15 +100,6 @@ def _as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """What stands in a command for `python`, and starts without the seconds that imports take: see the module."""
-    import warm_python
-
-    with warm_python.serving(tmp_path_factory.mktemp("warm")) as python:
-        yield python
-
-
-@pytest.fixture(scope="session")
 def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A runs folder with one finished run, `tiny`: corpus, tokenizer, pretraining, SFT, DPO with LoRA, evaluation,
     export and report. All workers share it. Read it only; what changes a run takes `own_runs`."""

@@ -3,7 +3,6 @@
 Large files are answered, as there, with the way to another host, which is asked without a token.
 """
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -15,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import MappingProxyType
 from urllib.parse import parse_qs, unquote, urlsplit
 
 _STORED_APART = (".parquet", ".safetensors", ".gz")
-_VERBS = "revision|tree|paths-info|auth-check|preupload|commit"
+_VERBS = "revision|tree|paths-info|auth-check"
 _API = re.compile(rf"/api/(models|datasets)/([^/]+/[^/]+?)(?:/({_VERBS})(.*))?")
 _FILE = re.compile(r"(?:/(datasets))?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
@@ -56,12 +54,9 @@ class Fault:
 class Request:
     """What was asked, and of whom: the Hub, or the host of its large files."""
 
-    method: str
     path: str
     token: str | None
-    range: str | None
     apart: bool
-    body: bytes
 
 
 class Hub:
@@ -134,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         authorization = self.headers.get("Authorization")
         self._token = authorization.removeprefix("Bearer ") if authorization else None
-        asked = Request(self.command, unquote(self.path), self._token, self.headers.get("Range"), self.is_apart, body)
+        asked = Request(unquote(self.path), self._token, self.is_apart)
         self.hub.requests.append(asked)
         self._cut = None
         if (fault := self.hub.fails(asked.path)) is not None:
@@ -145,15 +140,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if self._token is not None and not self.is_apart and self._token not in self.hub.tokens:
             return self._error(401, "", "Invalid credentials in Authorization header")
-        if self._token is None and self.command == "POST" and not path.endswith("paths-info"):
-            return self._error(401, "", "Invalid username or password.")
         if self.is_apart:
             content = self.hub.stored(path.strip("/"))
             return self._error(404, "EntryNotFound") if content is None else self._content(content, {})
-        if path == "/api/repos/create":
-            return self._create(json.loads(body))
-        if path == "/api/validate-yaml":
-            return self._json({"errors": [], "warnings": []})
         if found := _API.fullmatch(path):
             return self._api(*found.groups(), body=body)
         if found := _FILE.fullmatch(path):
@@ -180,12 +169,6 @@ class _Handler(BaseHTTPRequestHandler):
         if verb == "auth-check":
             return self._json({})
         revision, _, folder = (rest or "/main").lstrip("/").partition("/")
-        if verb == "preupload":
-            asked = json.loads(body)["files"]
-            files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in asked]
-            return self._json({"files": files})
-        if verb == "commit":
-            return self._commit(f"{kind}/{id}", repository, body)
         found = repository.files(revision)
         if found is None:
             return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
@@ -218,24 +201,6 @@ class _Handler(BaseHTTPRequestHandler):
         headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
         self._answer(302, b"", headers | {"Location": f"{self.hub.apart}/{digest}"})
 
-    def _create(self, asked: dict) -> None:
-        id = f"{asked.get('organization') or 'me'}/{asked['name']}"
-        repository = Repository(private=bool(asked.get("private", asked.get("visibility") == "private")))
-        repository.readers = {self._token or ""}
-        if f"models/{id}" in self.hub.repositories:
-            return self._error(409, "", "You already created this model repo", {"url": f"{self.hub.address}/{id}"})
-        self.hub.repositories[f"models/{id}"] = repository
-        self.hub.commit(f"models/{id}", {})
-        self._json({"url": f"{self.hub.address}/{id}", "name": id, "id": "1"})
-
-    def _commit(self, name: str, repository: Repository, body: bytes) -> None:
-        files = dict(repository.files("main")[1])
-        for line in map(json.loads, body.splitlines()):
-            if line["key"] == "file":
-                files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        id = self.hub.commit(name, files)
-        self._json({"commitUrl": f"{self.hub.address}/{name}/commit/{id}", "commitOid": id, "success": True})
-
     def _content(self, content: bytes, headers: Mapping[str, str]) -> None:
         """A file, or the part of it that was asked for."""
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
@@ -250,9 +215,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, value: object) -> None:
         self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def _error(self, status: int, code: str, told: str = "", value: Mapping[str, str] = MappingProxyType({})) -> None:
+    def _error(self, status: int, code: str, told: str = "") -> None:
         headers = {"X-Error-Code": code, "X-Error-Message": told, "Content-Type": "application/json"}
-        self._answer(status, json.dumps({"error": told, **value}).encode(), headers)
+        self._answer(status, json.dumps({"error": told}).encode(), headers)
 
     def _answer(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)

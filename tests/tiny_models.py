@@ -14,7 +14,7 @@ import tiny_graphs
 from affinage.config.data import TokenizerSettings
 from affinage.data.tokenizer import FILE, Tokenizer
 from affinage.data.tokenizer_training import bpe_json, train_bpe
-from affinage.generation.model import LoadedModel, logits_of
+from affinage.generation.engine import LoadedModel, logits_of
 from affinage.hub.families import family_of
 from affinage.model.forward import init_params
 from affinage.model.graph import parse
@@ -62,7 +62,7 @@ def tiny_llama(seed: int = 0, scale: float = 6.0, layers: int = 1) -> LoadedMode
 
 @partial(jax.jit, static_argnames="graph")
 def _all_logits(graph, params, row):
-    lazy, _ = logits_of(graph, params, row, jnp.arange(row.shape[1])[None], "float32")
+    lazy, _ = logits_of(graph, params, row, "float32")
     return lazy.array()
 
 

@@ -179,9 +179,9 @@ def _layers(params: PyTree, x: Float[Array, "*N D"], context: LayerContext) -> F
     return x
 
 
-def _layers_cost(widths: tuple[int, ...], rows: int) -> Cost:
+def _layers_flops(widths: tuple[int, ...], rows: int) -> int:
     flops = [dense_flops(inputs, outputs, rows) for inputs, outputs in pairwise(widths)]
-    return Cost(matmul=sum(flops))
+    return sum(flops)
 
 
 @register_layer("encoder")
@@ -241,14 +241,13 @@ class Encoder(Layer):
     @override
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
         rows = prod(inputs[0].bind(sizes)[:-3])
-        total = _layers_cost(self._widths(inputs[0]), rows)
+        total = _layers_flops(self._widths(inputs[0]), rows)
         height, width, channels = _image(inputs[0])
-        flops = []
         for layer, after in enumerate(self.hidden if self.net == "conv" else ()):
             pairs = _taps(height >> layer) * _taps(width >> layer)
-            flops.append(dense_flops(channels, after, rows * pairs))
+            total += dense_flops(channels, after, rows * pairs)
             channels = after
-        return total + Cost(matmul=sum(flops))
+        return Cost(matmul=total)
 
     def _widths(self, images: Shape) -> tuple[int, ...]:
         """Of the dense layers, from the flat image or the last channels to the vector."""
@@ -299,7 +298,7 @@ class _Mlp(Layer):
     @override
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
         rows = prod(inputs[0].bind(sizes)[:-1])
-        return _layers_cost((inputs[0].width, self.hidden, self.width), rows)
+        return Cost(matmul=_layers_flops((inputs[0].width, self.hidden, self.width), rows))
 
 
 @register_layer("projector")
@@ -395,10 +394,11 @@ class EmaCopy(Layer):
 
     @override
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
-        total, shape = Cost(), inputs[0]
+        total, shape = 0, inputs[0]
         for node in self._copied:
-            total, shape = total + node.layer.cost((shape,), sizes) * node.layers, node.layer.shape((shape,))
-        return total
+            total += node.layer.cost((shape,), sizes).matmul * node.layers
+            shape = node.layer.shape((shape,))
+        return Cost(matmul=total)
 
 
 # ---- data ----

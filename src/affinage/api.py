@@ -27,7 +27,7 @@ from affinage.registry import load_plugins
 from affinage.results import Result, read_json_lines
 
 if TYPE_CHECKING:
-    from affinage.generation.model import LoadedModel
+    from affinage.generation.engine import LoadedModel
     from affinage.model import Graph
 
 Row = Mapping[str, Any]

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def differing(values: Sequence[Any], *, absent: Any = None, key: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the smallest parts that are not the same in all of `values`: (dotted key as `--set` takes it, the parts).
+    """Yield the smallest parts that are not the same in all of `values`: (dotted key, the parts).
 
     Where all values are mappings, or lists of mappings, their parts are compared. `absent` stands for a part that one
     of them does not have; `key` is that of the values themselves.

@@ -66,10 +66,8 @@ def one_of(*registries: Mapping[str, Any]) -> AfterValidator:
 def build(registry: Registry[type[S]], name: str, settings: Mapping[str, Any], locate: Locate | None = None) -> S:
     """Return the entry called `name` with its own settings.
 
-    `locate` maps the keys ("name",) or ("settings", key) to where they were written.
-
-    Raises:
-        UserError: for an unknown name or setting, and a value that does not fit.
+    `locate` maps the keys ("name",) or ("settings", key) to where they were written. Raises UserError for an unknown
+    name or setting, and a value that does not fit.
     """
     where = locate or (lambda path: ".".join(map(str, (registry.kind, *path))))
     if name not in registry:
@@ -86,11 +84,7 @@ def build(registry: Registry[type[S]], name: str, settings: Mapping[str, Any], l
 
 
 def load_plugins(loaded: LoadedRecipe) -> None:
-    """Run the files that a recipe's `plugins` names, each once in a process.
-
-    Raises:
-        UserError: a file is not there, or fails.
-    """
+    """Run the files that a recipe's `plugins` names, each once in a process; UserError: one is not there, or fails."""
     for index, path in enumerate(loaded.recipe.plugins):
         key = ("plugins", index)
         _load(loaded.beside(path, key), loaded.locate(key))

@@ -247,7 +247,6 @@ class EvaluationResult(Result):
     """Scores of one model, also as `results.json` of `affinage eval` has them."""
 
     tasks: dict[str, TaskResult] = {}
-    bits_per_byte: dict[str, dict[str, float]] = {}  # of each validation set: by the model, and by compressors
     samples: dict[str, list[Sample]] = {}
     contamination: ContaminationResult = ContaminationResult()
 
@@ -269,11 +268,6 @@ class EvaluationResult(Result):
         """The score of each task that charts and sentences show."""
         found = [scores[headline(task, scores)] for task, scores in self.by_task.items()]
         return [score for score in found if is_share(score.metric)]
-
-    @property
-    def compression(self) -> dict[str, dict[str, float]]:
-        """Bits per byte of validation sets, by the model ("model") and by compressors."""
-        return {name: bits for name, bits in self.bits_per_byte.items() if "model" in bits}
 
     @property
     def prompts(self) -> list[tuple[bool, str, str]]:

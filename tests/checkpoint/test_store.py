@@ -113,11 +113,10 @@ def test_a_save_that_was_cut_off_does_not_count_and_is_replaced_or_removed(store
     (store.folder / "2" / COMMIT).unlink()
     for name in ("3", "notes"):
         (store.folder / name).mkdir()
-    os.symlink(store.folder / "1", store.folder / "4")
     assert store.steps() == [1]
     with pytest.warns(CheckpointWarning) as warned:
         assert newest(store) == 1
-    assert [str(each.message).split()[1] for each in warned] == ["4", "3", "2"]
+    assert [str(each.message).split()[1] for each in warned] == ["3", "2"]
     saved(store, 3)
     assert sorted(os.listdir(store.folder)) == ["1", "3", "notes"]
 

@@ -66,7 +66,7 @@ def test_ls_and_show_have_every_step_its_arrays_and_facts(said):
     assert [(each["step"], bool(each["why_not"]), each["saved"]) for each in found] == expected
     _, newest, _ = said("show", "small/pretrain")
     assert newest["step"] == 3 and newest["identity"] == {"schedule": {"peak_lr": 0.2}}
-    assert newest["arrays"]["params"] == {"arrays": 2, "numbers": 8, "bytes": 32, "dtypes": ["float32"]}
+    assert newest["arrays"]["params.a"] == "float32 [4]"
     status, _, error = said("show", "small/pretrain@9")
     assert status == 2 and "@1, @2, @3" in error
 

@@ -46,7 +46,7 @@ def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs: Pa
 def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
     grid = "sweep={pretrain.schedule.peak_lr: [1.0e+30, 3.0e-3]}"
     words = [word for section in ("sft", "dpo", "evaluate", "export") for word in ("--set", f"{section}=null")]
-    words += ["--set", "pretrain.health={max_skips: 1, max_consecutive_skips: 1}", "--set", grid]
+    words += ["--set", "pretrain.health={max_skips: 1}", "--set", grid]
     status, out, said = affinage("sweep", str(RECIPE), "--runs", str(own_runs), *words, "--json")
     diverged, trained = json.loads(out)
     assert status == 2 and "tiny-001 failed" in said and "had to be skipped" in diverged["error"]

@@ -91,14 +91,13 @@ def test_after_a_failure_all_start_again_and_who_died_is_named(exits: list, name
 @pytest.mark.parametrize(
     ("starts", "limits", "status", "begun"),
     [
-        ([SAVED, [(0, 1)], SAVED, [(0, 1)]], {"max_preemptions": 2, "max_failures": 1}, 1, 4),
-        ([SAVED, SAVED], {"max_preemptions": 1, "max_failures": 0}, 75, 2),
+        ([SAVED, [(0, 1)], SAVED, [(0, 1)]], {"max_failures": 1}, 1, 4),
         ([KILLED, KILLED, DONE], {"max_failures": 1, "reset_after": 0.0}, 0, 3),
         ([[(1, 0), (0, 2)]], {}, 2, 1),
     ],
-    ids=["two budgets", "preemptions", "a start that lasted gives them back", "a user's mistake"],
+    ids=["preemptions are no failures", "a start that lasted gives them back", "a user's mistake"],
 )
-def test_a_run_starts_again_as_often_as_its_budgets_allow(starts: list, limits: dict, status: int, begun: int):
+def test_a_run_starts_again_as_often_as_its_budget_allows(starts: list, limits: dict, status: int, begun: int):
     launcher = Scripted(*starts)
     assert run(launcher, **limits)[0] == status and launcher.begun == begun
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,7 @@ from affinage.cluster.processes import ProcessLost, init_distributed
 with init_distributed() as processes:
     print([processes.all_min("rows", value) for value in ([7, 2, 5], [5, 3, 5])[processes.index]],
           processes.broadcast("a word", ["of", processes.index]), flush=True)
-    for turn in range(250):
-        assert processes.broadcast("a number", turn) == turn
     if processes.first:
-        kept = processes._client.key_value_dir_get("affinage/broadcast")
-        assert len(kept) < 120, "old keys are deleted"
         try:
             processes.barrier("the middle", seconds=0.5)
         except ProcessLost as error:
@@ -49,11 +46,9 @@ def environment(index: int, address: str) -> dict[str, str]:
     return os.environ | place
 
 
-def test_processes_agree_on_the_least_and_on_the_firsts_word_and_one_that_does_not_come_is_named(
-    warm_python: list[str],
-):
+def test_processes_agree_on_the_least_and_on_the_firsts_word_and_one_that_does_not_come_is_named():
     held, address = reserved_port()
-    command = [*warm_python, "-c", AGREE]
+    command = [sys.executable, "-c", AGREE]
     both = [
         subprocess.Popen(command, env=environment(index, address), stdout=subprocess.PIPE, text=True)
         for index in range(2)
@@ -68,9 +63,9 @@ def test_processes_agree_on_the_least_and_on_the_firsts_word_and_one_that_does_n
     assert "`the middle`" in first[1] and "0.5 s" in first[1]
 
 
-def test_a_process_whose_others_do_not_start_ends_so_that_it_is_started_again(warm_python: list[str], tmp_path: Path):
+def test_a_process_whose_others_do_not_start_ends_so_that_it_is_started_again(tmp_path: Path):
     held, address = reserved_port()
-    command = [*warm_python, "-c", ALONE, str(TINY), str(tmp_path)]
+    command = [sys.executable, "-c", ALONE, str(TINY), str(tmp_path)]
     places = {f"{address}: process 1 of 2": environment(1, address), "auto: this process": os.environ | OPEN_MPI}
     with held:
         started = {

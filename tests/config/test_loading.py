@@ -121,7 +121,6 @@ OVERRIDES = [
     ("pretrain.stesp=7", "--set pretrain.stesp: | `pretrain.steps`"),
     ("pretrain.steps=[", "--set pretrain.steps:1:"),
     ("pretrain.steps", "--set pretrain.steps: | `key=value`"),
-    ("eval_every=2", "`pretrain.eval_every`"),  # a setting in the wrong place is named in full
     ("xyzzy=1", "name, description"),
     ("hardware.price=free", "`hardware.price` | `free` | number"),
     ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | a list | dictionary"),

@@ -5,21 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from template_forms import ANSWERS, PIECES, PLAIN, SOURCES, SYSTEM, ours, with_template
+from template_forms import PIECES, PLAIN, ours, with_template
 
 from affinage.data.chat import ChatTemplate, encode_conversation, encode_prompt
-from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-
-
-def test_our_own_tokenizer_writes_in_any_template(bpe: Tokenizer):
-    tokenizer = Tokenizer(bpe.folder)
-    tokenizer.use_template(SOURCES["zephyr"])
-    ids, trained = encode_conversation(PLAIN[:2], tokenizer, "Be brief.")
-    said = [token for token, t in zip(ids, trained, strict=True) if t]
-    assert tokenizer.decode(said, keep_special=True).lstrip("\n") == ANSWERS[0] + "<|im_end|>"
-    text = tokenizer.template.render([SYSTEM, *PLAIN[:2]])
-    assert tokenizer.decode(ids, keep_special=True) == text and text.startswith("<|system|>\nBe brief.<|im_end|>")
 
 
 @pytest.mark.parametrize("form", ["qwen3", "mistral"])  # byte-level BPE, and byte fallback
@@ -72,10 +61,7 @@ def test_what_a_template_refuses_is_told_of_it(act):
 HOSTILE = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ lipsum.__globals__['os'].popen('touch HERE').read() }}",
-    "{% include '/etc/hostname' %}",
     "{{ messages.append({'role': 'user', 'content': 'more'}) }}",
-    "{{ (messages|map(attribute='__class__')|list)[0].__base__ }}",
-    "{{ __import__('os').system('touch HERE') }}",
 ]
 
 

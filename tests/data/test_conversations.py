@@ -21,12 +21,12 @@ TALK = [QUESTION, ANSWER]
 SYSTEM = {"role": "system", "content": "x"}
 
 
-def read(place: Path | str, form: str = "auto", key: str = "path") -> Iterator[list[dict]]:
+def read(place: Path | str, key: str = "path") -> Iterator[list[dict]]:
     """The messages of every conversation in files or a data set."""
     settings = SftSettings.model_validate({"steps": 1, "sources": [{key: str(place)}]})
     _, source, parts = open_source(settings, 0)
     for part in parts:
-        for line in read_lines(part, source, form):
+        for line in read_lines(part, source):
             if isinstance(line, UserError):
                 raise line
             yield line.messages
@@ -58,13 +58,6 @@ READ = [
 def test_published_forms_are_read_and_their_text_is_normalized(tmp_path: Path):
     path = write_lines(tmp_path / "c.jsonl", [item for item, _ in READ])
     assert list(read(path)) == [messages for _, messages in READ]
-
-
-def test_a_named_form_is_taken_before_the_one_that_the_keys_fit(tmp_path: Path):
-    path = write_lines(tmp_path / "c.jsonl", [{"messages": TALK, "instruction": "i", "output": "o"}])
-    assert next(read(path)) == TALK and next(read(path, "alpaca"))[0]["content"] == "i"
-    with pytest.raises(UserError, match="sharegpt"):
-        next(read(path, "sharegpt"))
 
 
 def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Path):
@@ -133,9 +126,11 @@ PAIRS = [
 @pytest.mark.parametrize("item", PAIRS)
 def test_pairs_of_published_forms_are_read(item: dict):
     pair = parse_pair(item, where="", name="")
-    assert (pair.talks, pair.prompt) == ([[QUESTION, ANSWER], [QUESTION, WORSE]], 1)
+    asked = {**QUESTION, "train": False}
+    assert (pair.talks, pair.prompt) == ([[asked, ANSWER], [asked, WORSE]], 1)
     pair = parse_pair(item | {"system": "x"}, where="", name="")
-    assert (pair.talks, pair.prompt) == ([[SYSTEM, QUESTION, ANSWER], [SYSTEM, QUESTION, WORSE]], 2)
+    system = {**SYSTEM, "train": False}
+    assert (pair.talks, pair.prompt) == ([[system, asked, ANSWER], [system, asked, WORSE]], 2)
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,17 @@ from planted_copies import lexicon, random_text, written
 from affinage.cli.watch import headline
 from affinage.config.data import DecontaminateSettings
 from affinage.data.decontaminate import (
+    KEY,
+    TEXT,
+    BenchmarkItem,
+    ItemIndex,
     contaminated,
     contamination,
-    count_occurrences,
     decontaminate,
+    read_items,
     texts_of_rows,
     write_items,
 )
-from affinage.data.overlap import KEY, TEXT, BenchmarkItem, ItemIndex, read_items
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.errors import UserError
 from affinage.results import DocumentsResult
@@ -108,15 +111,6 @@ def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
     assert summary["samples"]["in a benchmark"][0]["detail"].startswith("quiz 7: WHICH\nOF")
 
 
-def test_short_items_are_looked_for_whole_but_not_the_shortest(tmp_path):
-    nine = ("Nine words that are an item of a benchmark.",)
-    items = [BenchmarkItem("b", "1", nine), BenchmarkItem("b", "2", ("Paris",))]
-    texts = ["Nine words, that are an item of a benchmark, and more", "Nine words that are an item of Paris"]
-    summary, rows = run(tmp_path, texts, items)
-    assert [row["id"] for row in rows] == ["d1"]
-    assert summary["benchmarks"]["b"] == {"items": 2, "too_short": 1, "found": 1, "documents": 1, "common": 0}
-
-
 def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     template = "Choose the one answer of those that follow which best completes the sentence that you have read: "
     items = [BenchmarkItem("b", str(k), (template + filler(k, 20),)) for k in range(12)]
@@ -157,45 +151,39 @@ def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
     items = [BenchmarkItem("quiz", str(n), one) for n, one in enumerate([*told, ("a run of words in many texts",)])]
     texts += ["Here is A Run of words: in many texts."] * 3  # more than `boilerplate`: it tells nothing
     index = ItemIndex(items, 6, min_words=4, boilerplate=2)
-    parts = [[pa.array(texts[:7])], [pa.array(texts[7:20]), pa.array(texts[20:])]]
-    found = contamination(index, [count_occurrences(part, index) for part in parts])
+    found = contamination(index, [pa.array(texts[:7]), pa.array(texts[7:20]), pa.array(texts[20:])])
     numbers = {item.id: [len(having) for having in holders(texts, item, 6, 4)] for item in items}
     assert found.found == {("quiz", id) for id, many in numbers.items() if {1, 2} & set(many)} and len(found.found) >= 6
     assert found.common == {("quiz", id) for id, many in numbers.items() if max(many) > 2} - found.found
     assert ("quiz", "26") in found.common and (found.texts, found.benchmarks) == (43, {"quiz"})
 
 
-@pytest.mark.parametrize("context", [8, 64])
-def test_a_text_that_goes_on_in_the_next_row_is_one(tmp_path: Path, context: int):
-    texts = ["The capital of France is Paris.", "é", "Twelve plus seven makes nineteen; douze plus sept."]
-    stream = [token for text in texts for token in (BOS, *tokenizer().encode(text), EOS)]
-    rows = -(-len(stream) // context)
-    tokens = np.full(rows * context, PAD, np.uint16)
-    tokens[: len(stream)] = stream
-    folder = tmp_path / "train" / "books.en"
-    write_tokens(folder, tokens.reshape(rows, context))
-    said = [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()]
-    assert said == texts
+def test_texts_of_rows_are_those_of_their_conversations(tmp_path: Path):
+    texts = ["The capital of France is Paris.", "é"]
+    tokens = np.full((2, 64), PAD, np.uint16)
+    for row, text in zip(tokens, texts, strict=True):
+        ids = [BOS, *tokenizer().encode(text), EOS]
+        row[: len(ids)] = ids
+    write_tokens(tmp_path / "train" / "chats", tokens)
+    assert [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()] == texts
 
 
 HARBOUR = "The committee decided on Thursday that the old harbour would be rebuilt before the winter storms."
 
 
-@pytest.mark.parametrize(
-    "written_as",
-    [
-        "> The committee decided on Thursday that\n> the old harbour would be rebuilt\n> before the winter storms.",
-        "The committee decided | on Thursday | that the old harbour | would be rebuilt before the winter storms.",
-        "The committee <b>decided</b> on Thursday<br>that the <a href='x'>old</a> harbour would be rebuilt before the "
-        "winter storms.",
-        "The committee + decided = on $ Thursday that the old harbour would be rebuilt before the winter storms.",
-    ],
-    ids=["quoted", "table", "html", "signs"],
-)
-def test_signs_and_tags_between_words_hide_nothing(tmp_path, written_as):
-    write_documents(tmp_path / "in", [{"text": f"Before. {written_as} After."}, {"text": "a < b and c > d " * 20}])
-    summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, [BenchmarkItem("quiz", "0", (HARBOUR,))])
-    assert summary["removed"] == {"in a benchmark": 1} and summary["benchmarks"]["quiz"]["found"] == 1
+WRITTEN = [
+    "> The committee decided on Thursday that\n> the old harbour would be rebuilt\n> before the winter storms.",
+    "The committee decided | on Thursday | that the old harbour | would be rebuilt before the winter storms.",
+    "The committee <b>decided</b> on Thursday<br>that the <a href='x'>old</a> harbour would be rebuilt "
+    "before the winter storms.",
+    "The committee + decided = on $ Thursday that the old harbour would be rebuilt before the winter storms.",
+]
+
+
+def test_signs_and_tags_between_words_hide_nothing(tmp_path):
+    texts = [*(f"Before. {text} After." for text in WRITTEN), "a < b and c > d " * 20]
+    summary, rows = run(tmp_path, texts, [BenchmarkItem("quiz", "0", (HARBOUR,))])
+    assert summary["removed"] == {"in a benchmark": 4} and [row["id"] for row in rows] == ["d4"]
 
 
 def test_items_are_found_as_they_are_published(tmp_path):
@@ -206,11 +194,12 @@ def test_items_are_found_as_they_are_published(tmp_path):
         BenchmarkItem("arc", "0", ("Who built the bridge?", "A clever engineer from the north", prompt)),
         BenchmarkItem("arc", "1", ("Why?", "Because.", "Question: Why?\nAnswer: Because. So it is then, is it not?")),
         BenchmarkItem("tiny", "0", ("One two three?", "No.", "Question: One two three?\nAnswer: No. Now answer:")),
+        BenchmarkItem("nine", "0", ("Nine words that are an item of a benchmark.",)),  # looked for whole
     ]
     texts = [blank.replace("_", "harbour"), "Who built the bridge? A clever engineer from the north.", "nothing of it"]
-    write_documents(tmp_path / "in", [{"text": text} for text in texts])
-    summary = decontaminate(tmp_path / "in", tmp_path / "out", SETTINGS, items)
-    assert [row["id"] for row in rows_of(tmp_path / "out")] == ["d2"]
+    texts += ["Nine words, that are an item of a benchmark, and more", "Nine words that are an item of Paris"]
+    summary, rows = run(tmp_path, texts, items)
+    assert [row["id"] for row in rows] == ["d2", "d4"]
     assert summary["benchmarks"]["tiny"]["too_short"] == 1 and summary["benchmarks"]["arc"]["found"] == 1
 
 

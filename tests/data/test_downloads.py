@@ -1,6 +1,5 @@
 """Downloads go on where they stopped, are checked, and say clearly what is wrong."""
 
-import hashlib
 import json
 
 import fsspec
@@ -8,13 +7,12 @@ import pytest
 
 import hub_server
 from affinage.data import executor
-from affinage.data.downloads import CACHE_VARIABLE, cached, cached_path, version_of
+from affinage.data.files import CACHE_VARIABLE, cached, cached_path, version_of
 from affinage.errors import UserError
 from hub_server import Fault
 from source_forms import collected
 
 CONTENT = b"".join(json.dumps({"text": f"line {i} of many {i * 7919}"}).encode() + b"\n" for i in range(3_000))
-SHA = hashlib.sha256(CONTENT).hexdigest()
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +32,9 @@ def url_of(server) -> str:
     return f"{server.address}/me/files/resolve/main/lines.jsonl"
 
 
-def refused(*arguments) -> UserError:
+def refused(url: str) -> UserError:
     with pytest.raises(UserError) as error:
-        cached(*arguments)
+        cached(url)
     return error.value
 
 
@@ -52,14 +50,14 @@ def breaks_off(server) -> None:
 
 def test_a_download_that_breaks_off_goes_on(server):
     breaks_off(server)
-    assert cached(url_of(server), SHA).read_bytes() == CONTENT
+    assert cached(url_of(server)).read_bytes() == CONTENT
     (request,) = server.requests
     assert 0 < int(request.range.removeprefix("bytes=").removesuffix("-")) <= 50_000
     server.requests.clear()
-    assert cached(url_of(server), SHA).read_bytes() == CONTENT and not server.requests, "fetched once"
+    assert cached(url_of(server)).read_bytes() == CONTENT and not server.requests, "fetched once"
     cached_path(url_of(server)).unlink()
     server.faults[:] = [Fault("lines", cut=20_000, times=3)]
-    assert cached(url_of(server), SHA).read_bytes() == CONTENT, "what breaks off is tried again"
+    assert cached(url_of(server)).read_bytes() == CONTENT, "what breaks off is tried again"
 
 
 @pytest.mark.parametrize("content", [CONTENT[::-1], CONTENT[:100]])
@@ -67,12 +65,6 @@ def test_a_file_that_changed_in_between_is_fetched_whole(server, content):
     breaks_off(server)
     server.commit("models/me/files", {"lines.jsonl": content})
     assert cached(url_of(server)).read_bytes() == content
-
-
-def test_a_wrong_hash_is_refused_and_not_kept(server):
-    error = refused(url_of(server), "0" * 64)
-    assert SHA in error.what and "0" * 64 in error.what and "sha256" in error.fix
-    assert not cached_path(url_of(server)).exists()
 
 
 @pytest.mark.parametrize("status", [404, 403, 416, 503])
@@ -87,21 +79,10 @@ def test_what_the_server_refuses(server, status, tmp_path):
 def test_a_bucket_is_read_in_place(tmp_path):
     fsspec.filesystem("memory").pipe("/bucket/a.jsonl", CONTENT)
     assert len(collected(tmp_path / "out", "memory://bucket/a.jsonl")[1]) == 3_000
-    assert version_of("memory://bucket/a.jsonl") and not (tmp_path / "cache" / "downloads").exists()
+    assert version_of("memory://bucket/a.jsonl") and not (tmp_path / "cache" / "files").exists()
 
 
 def test_a_recipe_reads_a_web_address_the_second_time_from_the_cache(server, tmp_path):
-    source = {"path": url_of(server), "sha256": SHA, "name": "web"}
-    _, rows = collected(tmp_path / "one", source)
-    server.requests.clear()
-    assert collected(tmp_path / "two", source)[1] == rows and len(rows) == 3_000 and not server.requests
-
-
-def test_a_copy_of_another_version_than_the_servers_is_fetched_again(server):
-    assert cached(url_of(server)).read_bytes() == CONTENT
-    before = version_of(url_of(server))
-    server.commit("models/me/files", {"lines.jsonl": CONTENT[::-1]})
-    assert version_of(url_of(server)) != before
-    assert cached(url_of(server)).read_bytes() == CONTENT[::-1]
+    _, rows = collected(tmp_path / "one", url_of(server))
     server.faults[:] = [Fault("lines", 503, times=99)]
-    assert cached(url_of(server)).read_bytes() == CONTENT[::-1], "without an answer the copy is what there is"
+    assert collected(tmp_path / "two", url_of(server))[1] == rows and len(rows) == 3_000

@@ -2,7 +2,6 @@
 
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,12 +12,11 @@ from planted_copies import lexicon, near_copy, random_text, written
 
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings, FilterSettings, SplitSettings
 from affinage.data import executor as executors
-from affinage.data.decontaminate import decontaminate
+from affinage.data.decontaminate import BenchmarkItem, decontaminate
 from affinage.data.dedup import dedup
 from affinage.data.executor import Executor, open_executor
 from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
-from affinage.data.overlap import BenchmarkItem
 from affinage.data.split import split
 from affinage.errors import TransientError, UserError
 from source_forms import write_lines
@@ -38,10 +36,7 @@ def executor(request):
     import ray
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
-    with (
-        tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temporary,  # sockets need a short path
-        open_executor(DataSettings(sources=["x"], executor="ray", workers=2), Path(temporary)) as executor,
-    ):
+    with open_executor(DataSettings(sources=["x"], executor="ray", workers=2)) as executor:
         yield executor
 
 

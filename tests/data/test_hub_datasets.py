@@ -1,13 +1,16 @@
 """Datasets of Hugging Face's library: folders of it, streaming that resumes, and a Hub that cannot be reached."""
 
+from functools import partial
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import hub_server
 from affinage.config.data import SourceSettings
-from affinage.data import documents, hub_datasets
+from affinage.data import hub_datasets
 from affinage.data.hub_datasets import at_commit
+from affinage.data.places import limit_requests
 from affinage.errors import UserError
 from hub_server import Fault
 from source_forms import collected, write_lines
@@ -39,40 +42,12 @@ def test_a_folder_of_parquet(tables, tmp_path):
     facts = {"source": "tables", "language": "en?", "license": "odc-by", "text": EXPECTED[41]}
     facts |= {"language_score": None}
     assert rows[41] == facts | {"id": "tables/1-of-3#2", "url": "https://a.example/1/1"}
-    summary, rows = collected(tmp_path / "fr", {"dataset": str(tables), "filter": {"lang": "fr"}})
-    assert len(rows) == 30 and summary["removed"] == {"not asked for": 90}
 
 
 def test_a_folder_of_json_lines(tmp_path):
     write_lines(tmp_path / "lines" / "train.jsonl", [{"body": f"line {i}", "id": i} for i in range(9)])
     _, rows = collected(tmp_path / "one", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
     assert [(row["id"], row["text"]) for row in rows] == [(str(i), f"line {i}") for i in range(9)]
-
-
-def test_a_killed_step_loses_at_most_one_file(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "ROW_GROUP_BYTES", 200)
-    monkeypatch.setattr(documents, "FILE_BYTES", 400)
-    _, whole = collected(tmp_path / "whole", {"dataset": str(tables), "name": "x"})
-    read = []
-
-    class Killed(BaseException):
-        pass
-
-    def dying(part, settings, stream=hub_datasets.stream):
-        for record in stream(part, settings):
-            read.append(record.text)
-            if len(read) == 70:
-                raise Killed
-            yield record
-
-    monkeypatch.setattr(hub_datasets, "stream", dying)
-    with pytest.raises(Killed):
-        collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
-    assert len(list((tmp_path / "out").rglob("completions/*.json"))) == 1
-    _, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
-    assert rows == whole
-    assert len(read) == 70 + 80, "the file that was complete is not read again"
-    assert not (tmp_path / "out" / "completions").exists()
 
 
 def test_what_is_not_in_a_dataset_is_refused(tables, tmp_path):
@@ -122,14 +97,15 @@ def hub(monkeypatch):
     ],
     ids=["silent", "cut", "busy", "unknown", "gated", "revision", "no-token"],
 )
-def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix):
+def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix, monkeypatch):
     hub.faults[:] = [fault]
+    monkeypatch.setattr(hub_datasets, "limit_requests", partial(limit_requests, 0.5))
     settings = SourceSettings(dataset="some/data", revision="v2" if "revision" in words else "")
     with pytest.raises(UserError) as error:
-        at_commit("some/data", settings, "data.sources[0]", patience=0.5)
+        at_commit(settings, "data.sources[0]")
     assert words in error.value.what and error.value.where == "data.sources[0]" and fix in error.value.fix
 
 
 def test_a_dataset_is_read_at_the_commit_that_it_is_at_now(hub):
     commit = hub.repositories["datasets/some/data"].branches["main"]
-    assert at_commit("some/data", SourceSettings(dataset="some/data"), "").revision == commit
+    assert at_commit(SourceSettings(dataset="some/data"), "").revision == commit

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinage.data.dataloader import segments
-from affinage.data.packing import best_fit, concatenate
 from affinage.data.special_tokens import BOS, EOS, PAD
+from affinage.data.token_shards import best_fit, concatenate
 
 SEQ_LEN = 12
 lengths_of_documents = st.lists(st.integers(2, 40), min_size=1, max_size=60).map(np.array)

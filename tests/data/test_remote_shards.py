@@ -11,7 +11,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from affinage.config.data import PackingSettings
 from affinage.data import executor
 from affinage.data.dataloader import DataLoader
-from affinage.data.executor import Executor
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import TransientError, UserError
@@ -87,46 +86,20 @@ def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_neve
     assert feed.batch(0)["tokens"].shape == (4, 32)  # it can be tried again
 
 
-def test_after_a_failed_upload_only_the_rest_is_written(
+def test_after_a_failed_upload_only_the_rest_is_written_and_the_bytes_are_the_same(
     store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
 ):
-    for store.failing in ("tales.en/tokens-00001", ""):
+    packed(split_folder, bpe, tmp_path / "whole/rows", "memory://whole")
+    for store.failing in ("broken/rows/train/tales.en/tokens-00001", ""):
         try:
-            packed(split_folder, bpe, tmp_path / "rows", URL)
+            packed(split_folder, bpe, tmp_path / "broken/rows", "memory://broken")
         except TransientError as error:
             assert store.failing and error.fix
-    assert [count for name, count in store.written.items() if name.endswith(".npy")] == [1] * 8
-
-
-def test_killed_in_the_middle_it_resumes_and_ends_with_the_same_bytes(
-    split_folder: Path, bpe: Tokenizer, tmp_path: Path
-):
-    def settings(name: str) -> PackingSettings:
-        path = f"file://{tmp_path}/{name}/store"
-        return PackingSettings(seq_len=32, num_shards=8, output_path=path, strategy="best_fit")
-
-    tokenize(split_folder, bpe, tmp_path / "whole/rows", settings("whole"), seed=0)
-    rows, written = tmp_path / "killed/rows", []
-
-    def ends_at_the_fourth(doing: str) -> None:
-        written.extend([doing] * doing.startswith("tokenizing train"))
-        if len(written) == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tokenize(split_folder, bpe, rows, settings("killed"), seed=0, executor=Executor(1, ends_at_the_fourth))
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed/store").rglob("*.npy")}
-    assert len(times) == 4
-    tokenize(split_folder, bpe, rows, settings("killed"), seed=0)
-    assert {path: path.stat().st_mtime_ns for path in times} == times  # those were not made again
-
-    killed_files, whole_files = (
-        {
-            path.relative_to(tmp_path / name): path.read_bytes().replace(f"/{name}/store".encode(), b"")
-            for path in (tmp_path / name).rglob("*")
-            if path.is_file()
-        }
-        for name in ("killed", "whole")
-    )
-    assert killed_files == whole_files
-    assert DataLoader(rows / "train", seed=0, batch=4).batch(0)["tokens"].shape == (4, 32)
+    written = {name: count for name, count in store.written.items() if name.startswith("/broken")}
+    assert [count for name, count in written.items() if name.endswith(".npy")] == [1] * 8
+    made = []
+    for name in ("whole", "broken"):
+        own = {place: file.getvalue() for place, file in store.files.items() if place.startswith(f"/{name}")}
+        own |= {str(path): path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()}
+        made.append({place.replace(name, ""): content.replace(name.encode(), b"") for place, content in own.items()})
+    assert made[0] == made[1]

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from affinage.config.data import POCKET_WORLD
 from affinage.data.filters import identify_language
 from affinage.data.synthetic import write_world
 from affinage.data.synthetic.documents import jaccard
-from affinage.data.synthetic.facts import LANGUAGES, Fact, build_facts, calculations, scenes
+from affinage.data.synthetic.facts import LANGUAGES, Fact, Scene, build_facts, calculations, scenes, table
 from affinage.errors import UserError
 from affinage.evaluation.harness import load_tasks, quiet
-from affinage.evaluation.tasks import POCKET_TASKS, find_tasks, is_chat
+from affinage.evaluation.tasks import find_tasks, is_chat
 
 SEED = 3
 OBJECT_SLOTS = ("o", "os", "bare", "d")
@@ -195,7 +194,9 @@ def test_all_tasks_are_there_and_exactly_one_choice_is_true(world: Path, languag
 
 
 def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_space(world: Path) -> None:
-    assert {task["task"] for task in find_tasks([POCKET_WORLD], world=world)[0]} == set(POCKET_TASKS)
+    about = ("facts", "facts_unseen", "cross", "agreement", "arithmetic", "chat")
+    names = {f"pocket_{kind}_{language}" for kind in about for language in ("en", "fr")}
+    assert {task["task"] for task in find_tasks(["quickstart"], world=world)[0]} == names
     found, _ = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], world=world)
     assert [task["task"] for task in found] == ["pocket_chat_fr", "piqa", "pocket_agreement_en"]
     assert found[1] == {"task": "piqa"} and list(map(is_chat, found)) == [True, False, False]
@@ -208,3 +209,58 @@ def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_sp
     item = read_items(world, "pocket_facts_en")[0]
     asked = [request.args for request in loaded.instances]
     assert asked == [(item["context"], " " + choice) for choice in item["choices"]]
+
+
+# ---- the grammar, against phrases checked by hand ----
+
+
+def test_numbers_in_words() -> None:
+    assert all(len(set(table("lexicon")["numbers"][form])) == 111 for form in (*LANGUAGES, "digits"))
+    sums = {fact.id: fact for part in calculations(0) for fact in part}
+    assert sums["1 * 4"].statement("fr") == "Une fois quatre égale quatre."
+    assert sums["8 * 10"].statement("fr") == "Huit fois dix égale quatre-vingts."
+    assert sums["12 - 5"].statement("en") == "Twelve minus five is seven."
+    assert sums["7 + 5"].statement("digits") == "7 + 5 = 12"
+
+
+def scene(noun: str, adjective: str, verb: str, plural: bool, determiner: str = "le", place: str = "") -> Scene:
+    def row(kind: str, english: str) -> dict:
+        return next(row for row in table("lexicon")[kind] if english in (row["en"], row["en"][0]))
+
+    where = row("places", place) if place else None
+    return Scene(row("nouns", noun), row("adjectives", adjective), row("verbs", verb), plural, determiner, where)
+
+
+@pytest.mark.parametrize(
+    ("right", "en", "fr"),
+    [
+        (scene("cat", "small", "sleeps", True), "The small cats sleep.", "Les petits chats dorment."),
+        (scene("cow", "white", "eats", True, "un"), "Some white cows eat.", "Des vaches blanches mangent."),
+        (scene("cat", "small", "eats", True, "un"), "Some small cats eat.", "De petits chats mangent."),
+        (scene("man", "old", "is", False, "ce"), "This man is old.", "Cet homme est vieux."),
+        (scene("bird", "old", "eats", False, "un"), "An old bird eats.", "Un vieil oiseau mange."),
+        (scene("aunt", "active", "waits", False, "mon"), "My active aunt waits.", "Ma tante active attend."),
+        (scene("horse", "strong", "comes back", True, "le", "in the garden"),
+         "The strong horses come back in the garden.", "Les chevaux forts reviennent dans le jardin."),
+    ],
+)  # fmt: skip
+def test_scenes(right: Scene, en: str, fr: str) -> None:
+    assert (right.text("en"), right.text("fr")) == (en, fr)
+
+
+def test_minimal_pairs_break_one_agreement() -> None:
+    cats = scene("cat", "small", "sleeps", True)
+    assert cats.wrong("en") == {"verb number": "The small cats sleeps."}
+    assert cats.wrong("fr") == {
+        "verb number": "Les petits chats dort.",
+        "determiner number": "Le petits chats dorment.",
+        "adjective gender": "Les petites chats dorment.",
+        "adjective number": "Les petit chats dorment.",
+    }
+    goat = scene("goat", "old", "runs", False, "un", "in the garden")
+    assert goat.wrong("en") == {
+        "verb number": "An old goat run in the garden.",
+        "a or an": "A old goat runs in the garden.",
+    }
+    assert goat.wrong("fr")["determiner gender"] == "Un vieille chèvre court dans le jardin."
+    assert goat.wrong("fr")["adjective gender"] == "Une vieux chèvre court dans le jardin."

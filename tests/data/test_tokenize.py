@@ -15,7 +15,7 @@ from affinage.config.data import PackingSettings, safe_name
 from affinage.data.dataloader import ValidationRows
 from affinage.data.documents import read_documents
 from affinage.data.special_tokens import BOS, EOS, PAD
-from affinage.data.token_shards import open_shards
+from affinage.data.token_shards import TokenShards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
@@ -197,8 +197,8 @@ def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(
     text = "a" + " " * 300 + "b" + " " * 700 + "b"
     tokenizer = words(tmp_path / "words", vocabulary)
     split = split_of(tmp_path, text, text, text)
-    summary = tokenize(split, tokenizer, tmp_path / "rows", PackingSettings(seq_len=8), seed=0)
-    assert summary["dtype"] == dtype and read_all(tmp_path / "rows/train/s.und").dtype == dtype
+    tokenize(split, tokenizer, tmp_path / "rows", PackingSettings(seq_len=8), seed=0)
+    assert read_all(tmp_path / "rows/train/s.und").dtype == dtype
     predicted = ValidationRows(tmp_path / "rows/validation/s.und", batch=1).bytes
     assert predicted == 2 * (len(text) - len("a")), "nothing comes before a first token that could predict it"
 
@@ -214,9 +214,9 @@ def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path:
         lambda: shard.write_bytes(content[:-100]),
         lambda: np.save(shard, np.zeros((2, CONTEXT), np.uint16)),
     ):
-        open_shards(shard.parent)
+        TokenShards(shard.parent)
         damage()
         with pytest.raises(UserError) as error:
-            open_shards(shard.parent)
+            TokenShards(shard.parent)
         assert error.value.where == str(shard.parent) and error.value.fix
         shard.write_bytes(content)

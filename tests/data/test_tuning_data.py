@@ -14,9 +14,8 @@ from affinage.config.data import DecontaminateSettings
 from affinage.config.training import DpoSettings, SftSettings
 from affinage.data import tuning_data
 from affinage.data.chat import encode_document, encode_prompt
-from affinage.data.dataloader import DataLoader, validation_sets
-from affinage.data.decontaminate import write_items
-from affinage.data.overlap import BenchmarkItem
+from affinage.data.dataloader import DataLoader, ValidationRows
+from affinage.data.decontaminate import BenchmarkItem, write_items
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data, show_examples
 from affinage.errors import UserError, UserWarned
@@ -78,7 +77,7 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
         assert part["bytes"] == sum(tokenizer.piece_bytes[t][m].sum() for t, m in documents)
         assert part["rows"] < len(documents)
     assert batch["loss_mask"].sum() == summary["train"]["trained_tokens"]
-    assert validation_sets(tmp_path / "rows/validation", batch=2)["source-0"].bytes == validation["bytes"]
+    assert ValidationRows(tmp_path / "rows/validation/source-0", batch=2).bytes == validation["bytes"]
 
     rows = np.load(tmp_path / "rows/train/source-0/tokens-00000-of-00001.npy")
     for span in pq.read_table(tmp_path / "rows/train/source-0/documents-00000-of-00001.parquet").to_pylist():
@@ -111,13 +110,6 @@ def test_samples_and_limits_are_drawn_by_content_whatever_the_order_and_the_task
     assert 65 <= len(found[0][0][0]) <= 95 and len(found[0][0][1]) == 32
     assert found[0] == found[1] == found[2]
     assert len(list((tmp_path / "rows/train/all").glob("tokens-*.npy"))) > 3
-
-
-def test_the_example_marks_what_is_trained(bpe: Tokenizer, tmp_path: Path):
-    prepare(tmp_path, bpe, [ask("Why?", "Because.")])
-    ((source, shown),) = show_examples(tmp_path / "rows", bpe, 1)
-    assert source == "source-0"
-    assert shown.plain == "<s><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n⟦Because.<|im_end|>⟧\n"
 
 
 @pytest.mark.parametrize("form", ["chatml", "mistral"])
@@ -222,15 +214,13 @@ def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenize
     cut = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150)
     assert cut["truncated"] == 1 and cut["train"]["conversations"] == 2
     assert [len(tokens) for tokens, _ in documents_in(tmp_path / "rows/train")].count(75) == 2
-    shown = [text.plain.count("⟧") for _, text in show_examples(tmp_path / "rows", tokenizer, 2)]
-    assert shown == [2, 2]
+    shown = [(source, text.plain) for source, text in show_examples(tmp_path / "rows", tokenizer, 2)]
+    assert [(source, text.count("⟧")) for source, text in shown] == [("source-0", 2)] * 2
+    assert any("<|im_start|>user\nq<|im_end|>" in text and "a<|im_end|>⟧" in text for _, text in shown)
     dropped = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150, truncation="drop")
     assert dropped["dropped"] == 1 and dropped["train"]["conversations"] == 1
 
 
-def test_pairs_that_cannot_be_used_are_refused_or_counted(bpe: Tokenizer, tmp_path: Path):
-    with pytest.raises(UserError) as error:
-        prepare(tmp_path, bpe, [{"prompt": "q", "chosen": "a"}], pairs=True)
-    assert error.value.where.endswith("source-0.jsonl:1")
+def test_identical_pairs_are_left_out_and_counted(bpe: Tokenizer, tmp_path: Path):
     summary = prepare(tmp_path, bpe, [{**PAIR, "rejected": "a"}, PAIR], pairs=True)
     assert summary["identical"] == summary["dropped"] == summary["train"]["conversations"] == 1

@@ -17,5 +17,5 @@ def test_all_tutorials_are_carried_out():
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(NOT_RUN))
-def test_a_reader_gets_what_the_tutorial_promises(name: str, tmp_path: Path, warm_python: list[str]):
-    assert len(carry_out(PAGES / f"{name}.md", tmp_path, warm_python)) == NOT_RUN[name]
+def test_a_reader_gets_what_the_tutorial_promises(name: str, tmp_path: Path):
+    assert len(carry_out(PAGES / f"{name}.md", tmp_path)) == NOT_RUN[name]

@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,18 +34,20 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(found["language"], found["title"], found["skipped"], found["text"])
 
 
-def carry_out(page: Path, folder: Path, python: Sequence[str] = (sys.executable,)) -> list[str]:
+def carry_out(page: Path, folder: Path) -> list[str]:
     """Do in `folder` what the page says, and compare what is said with what it promises.
 
     A block with a title is written into that file; other bash and python blocks are run; a text block is what the one
     before it prints: its lines must come in that order, `...` stands for what is left out, a number for any number.
-    `python` stands for that program. Returns why blocks were not run.
+    Returns why blocks were not run.
     """
     path = folder / ".bin"
     path.mkdir()
     command = path / "affinage"
     quick = "--xla_backend_optimization_level=0"  # they compile much and compute little
-    command.write_text(f'#!/bin/sh\nXLA_FLAGS="$XLA_FLAGS {quick}" exec {shlex.join(python)} -m affinage "$@"\n')
+    command.write_text(
+        f'#!/bin/sh\nXLA_FLAGS="$XLA_FLAGS {quick}" exec {shlex.quote(sys.executable)} -m affinage "$@"\n'
+    )
     command.chmod(0o755)
     (path / "python").symlink_to(sys.executable)
     environment = {**os.environ, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "XLA_FLAGS": "", "COLUMNS": "160"}
@@ -63,7 +65,7 @@ def carry_out(page: Path, folder: Path, python: Sequence[str] = (sys.executable,
             if said:
                 compare(block.text, said)
         else:
-            program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [*python, "-c"]}[block.language]
+            program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[block.language]
             how = {"cwd": folder, "env": environment, "text": True, "timeout": _SECONDS}
             done = subprocess.run([*program, block.text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
             said = done.stdout

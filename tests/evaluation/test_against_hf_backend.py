@@ -4,11 +4,10 @@ import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 
-from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.harness import load_tasks, quiet
+from affinage.evaluation.run import JaxLM
 from affinage.evaluation.tasks import find_tasks
-from affinage.hub.card import CardFacts
-from affinage.hub.export import export
+from affinage.hub.folder import CardFacts, export
 from choice_task import write_task
 from tiny_models import CONTEXT, tiny_llama
 

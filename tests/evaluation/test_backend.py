@@ -7,7 +7,7 @@ from lm_eval.api.instance import Instance
 
 from affinage.data.chat import encode_prompt
 from affinage.data.special_tokens import IM_END
-from affinage.evaluation.backend import JaxLM
+from affinage.evaluation.run import JaxLM
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
 from tiny_models import ZEPHYR, tiny_llama, with_template

@@ -11,11 +11,8 @@ from lm_eval.tasks import TaskManager
 
 from affinage.errors import UserError
 from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet
-from affinage.evaluation.run import evaluate
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, benchmark_items, files_of, find_tasks
-from affinage.results import headline
 from benchmark_fixtures import ITEMS, write_items
-from tiny_models import tiny_llama
 
 
 def requests_of(task):
@@ -58,26 +55,6 @@ def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
     assert set(left_out) == set(GROUPS["julian"]) - {"piqa", "boolq"}
     assert [file.name for file in files_of(["french", "piqa"], folder)] == ["xnli_fr.jsonl", "piqa.jsonl"]
     assert find_tasks(["julian"]) == ([{"task": name} for name in GROUPS["julian"]], [])
-
-
-@pytest.mark.full
-def test_every_benchmark_is_scored_with_its_metrics_and_standard_errors(tmp_path):
-    besides = [name for name in BENCHMARKS if name.startswith("french_bench_") and name not in GROUPS["french"]]
-    folder = write_items(tmp_path / "items", [*GROUPS["julian"], *GROUPS["french"], *besides], copies=2)
-    results = evaluate(tiny_llama(), ["julian", "french", *besides], data_dir=folder, batch_size=8)
-    scored = results["tasks"]
-    assert set(scored) == {*GROUPS["julian"], *GROUPS["french"], *besides} and not results["unavailable"]
-    for task in (*GROUPS["julian"], *GROUPS["french"]):
-        metrics = scored[task]["metrics"]
-        name = headline(task, metrics)
-        assert name == ("acc_norm" if task in ("hellaswag", "arc_challenge") else "acc")
-        score = metrics[name]
-        assert score["value"] in (0, 1) and score["stderr"] == 0, task  # two copies of one item
-    assert scored["french_bench_xnli"]["chance"] == pytest.approx(1 / 3)
-    for task, entry in scored.items():
-        assert entry["items"] == 2 and entry["metrics"], task
-        for name, score in entry["metrics"].items():
-            assert score["value"] > 1 if "perplexity" in name else 0 <= score["value"] < 20, (task, name)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from lm_eval.api.metrics import bits_per_byte
 from scipy import stats
 
 from affinage.errors import UserError
-from affinage.evaluation.results import compare, line_of, read_answers
+from affinage.evaluation.results import compare, read_answers
 
 
 def lines(folder, task, *rows):
@@ -57,31 +56,6 @@ def test_answers_read_by_two_filters_are_two_scores_of_the_same_items(tmp_path):
     found = compare(of("a", strict=(0, 0, 1), flexible=(1, 1, 1)), of("b", strict=(1, 0, 1), flexible=(1, 1, 1)))
     differences = {each.metric: (each.items, each.difference) for each in found}
     assert differences == {"exact_match,strict": (3, pytest.approx(1 / 3)), "exact_match,flexible": (3, 0)}
-
-
-def test_perplexities_of_whole_texts_are_compared_by_their_bits_per_byte(tmp_path):
-    random = np.random.default_rng(0)
-    sizes = random.integers(100, 900, 400)
-    a = -sizes * random.normal(0.9, 0.05, 400)
-    b = a + sizes * random.normal(0.02, 0.01, 400)
-
-    def of(name, likelihoods):
-        samples = (
-            {"doc_id": n, "doc_hash": str(n), "prompt_hash": "p", "target_hash": "t", "filter": "none"}
-            | {"metrics": ["word_perplexity", "byte_perplexity", "bits_per_byte"]}
-            | {"word_perplexity": (each, 9), "byte_perplexity": (each, size), "bits_per_byte": (each, size)}
-            for n, (each, size) in enumerate(zip(likelihoods.tolist(), sizes.tolist()))
-        )
-        return lines(tmp_path / name, "wikitext", *map(line_of, samples))
-
-    one, two = of("a", a), of("b", b)
-    (found,) = compare(one, two)
-    assert (found.metric, found.items) == ("bits_per_byte", 400)
-    assert found.a == pytest.approx(bits_per_byte(list(zip(a, sizes)))) and found.b < found.a
-    assert found.b == pytest.approx(bits_per_byte(list(zip(b, sizes))))
-    assert found.difference == pytest.approx(found.b - found.a)
-    spread = (a - b - (a - b).sum() / sizes.sum() * sizes).std(ddof=1) / sizes.mean() / np.log(2)  # of a ratio
-    assert found.stderr == pytest.approx(spread / 20, rel=0.01)
 
 
 def test_tasks_that_were_not_asked_alike_are_named(tmp_path):

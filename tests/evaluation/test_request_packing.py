@@ -45,8 +45,9 @@ def test_every_request_is_answered_by_what_was_asked_after_the_text_that_the_pla
             row, place = divmod(
                 part * (count // len(one.logit_positions)) * length + one.logit_positions[part, column], length
             )
-            own = np.isin(one.segments[row], [one.segments[row, place], one.prefix_segment_ids[row, place]])
-            text = one.tokens[row][own & (one.positions[row] <= one.positions[row, place])]
+            positions, segments, prefixes = (each[row] for each in one.places.values())
+            own = np.isin(segments, [segments[place], prefixes[place]])
+            text = one.tokens[row][own & (positions <= positions[place])]
             values[part, column], best[part, column] = answer(tuple(text.tolist()), int(one.targets[part, column]))
         answered |= dict(one.answers(values, best))
     for index, (before, continuation) in enumerate(pairs):

@@ -8,10 +8,9 @@ from lm_eval.api.instance import Instance
 
 import choice_task
 from affinage.errors import UserError
-from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.harness import cached
 from affinage.evaluation.results import compare, read_answers
-from affinage.evaluation.run import compressor_bits_per_byte, evaluate
+from affinage.evaluation.run import JaxLM, evaluate
 from benchmark_fixtures import write_items
 from choice_task import write_task
 from tiny_models import tiny_llama
@@ -111,14 +110,6 @@ def test_as_many_examples_come_before_a_question_as_the_task_says_or_as_are_aske
     results = evaluate(tiny_llama(), [str(task)], num_fewshot=asked, limit=2)
     assert results["tasks"]["sums"]["num_fewshot"] == shots
     assert results["samples"]["sums"][0]["prompt"].count(" plus ") == shots + 1
-
-
-def test_bits_per_byte_stand_beside_those_of_the_compressors():
-    texts = ["The capital of France is Paris. " * 9, "La monnaie du Japon est le yen."]
-    results = evaluate(tiny_llama(), [], texts={"novels.en": texts})
-    measured = results["bits_per_byte"]["novels.en"]
-    assert measured.items() >= compressor_bits_per_byte(texts).items()
-    assert 0.5 < measured["model"] < 100
 
 
 # ---- a kill in the middle

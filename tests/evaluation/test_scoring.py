@@ -8,17 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from affinage.evaluation import scoring
-from affinage.evaluation.scoring import (
-    MAX_ROWS,
-    MEMORY_SHARE,
-    bytes_of_a_row,
-    rows_that_fit,
-    score,
-)
+from affinage.evaluation.scoring import default_batch, score
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
-from affinage.hardware.chips import CHIPS
 from affinage.model.forward import abstract_params, logical_axes
 from affinage.parallel import MeshLayout, make_mesh, serving_layout, table_with
 from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_llama
@@ -109,18 +101,8 @@ def test_a_sharded_model_scores_and_says_what_it_does_on_one_device(mesh, replac
     assert generate(sharded, prompts, request) == generate(model, prompts, request)
 
 
-def test_as_many_rows_as_the_memory_holds(monkeypatch):
-    model = tiny_llama()  # of 96 tokens
-    split = replace(model, layout=MeshLayout(make_mesh({"data": 4}, jax.devices()[:4]), table_with({})))
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    row = bytes_of_a_row(model, "cpu") / MEMORY_SHARE
-
-    def rows_in(capacity: float, of=model) -> int:
-        chip = replace(CHIPS["TPU v4"], usable_bytes=int(capacity))
-        monkeypatch.setattr(scoring, "present", lambda devices: chip)
-        return rows_that_fit(of)
-
-    assert rows_in(weights + 9 * row) == rows_in(weights + 15.5 * row) == 8
-    assert rows_in(weights + 16.5 * row) == 16 and rows_in(weights + 1000 * row) == MAX_ROWS
-    assert rows_in(weights + row / 2) == rows_in(weights / 2) == 1, "it is tried, and the device says what it has not"
-    assert rows_in(weights + 9 * row, split) == 4 * 8
+def test_the_batch_shrinks_with_the_square_of_the_context():
+    model, mesh = tiny_llama(), make_mesh({"data": 4}, jax.devices()[:4])
+    contexts = (96, 512, 1024, 3000, 2**20)
+    assert [default_batch(replace(model, context=context)) for context in contexts] == [64, 64, 16, 1, 1]
+    assert default_batch(replace(model, context=1024, layout=MeshLayout(mesh, table_with({})))) == 4 * 16

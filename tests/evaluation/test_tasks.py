@@ -178,7 +178,6 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
     [
         ("hellaswagg", "`hellaswag"),
         ("JULIAN", ""),
-        ("pocket_fact_en", "`pocket_facts_en`"),
     ],
 )
 @pytest.mark.full  # each reads 13,000 files

@@ -1,7 +1,5 @@
 """The conversation in the terminal, without a terminal."""
 
-import json
-
 import pytest
 
 from affinage.data.chat import encode_prompt
@@ -31,21 +29,18 @@ def test_an_answer_is_what_the_model_says_after_the_chat_prompt():
     assert session.messages == [asked, {"role": "assistant", "content": expected}]
 
 
-def test_commands_reset_save_and_set_the_system_message(tmp_path):
-    session = new_session()
-    file = tmp_path / "talk.json"
-    talk(session, "one", "/system be brief", "two", f"/save {file}")
-    saved = json.loads(file.read_text())["messages"]
-    assert [message["role"] for message in saved] == ["system", "user", "assistant"]
-    assert saved[0]["content"] == "be brief" and saved[1]["content"] == "two"
+def test_commands_reset_and_set_the_system_message():
+    session, model = new_session(), tiny_llama()
+    talk(session, "one", "/system be brief", "two")
+    told = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two"}]
+    expected = generate(model, [encode_prompt(told, model.tokenizer, "")], SamplingParams(6))[0].text
+    assert session.messages == [told[1], {"role": "assistant", "content": expected}]
     talk(session, "/reset")
-    assert session.messages == []
-    assert HELP in talk(session, "/unknown") and HELP in talk(session, "/save")
+    assert session.messages == [] and HELP in talk(session, "/unknown")
     assert "tokens" in talk(session, "word " * 500) and session.messages == []  # too long
-    assert "folder.json" in talk(session, f"/save {tmp_path}/missing/folder.json") and session.messages == []
 
 
-def test_the_oldest_exchanges_give_way_are_saved_and_what_never_fits_is_refused(tmp_path, monkeypatch):
+def test_the_oldest_exchanges_give_way_and_what_never_fits_is_refused(monkeypatch):
     shown = []
 
     def encode(messages, *rest):
@@ -57,9 +52,8 @@ def test_the_oldest_exchanges_give_way_are_saved_and_what_never_fits_is_refused(
     for number in range(8):
         talk(session, f"number {number}")
     assert "number 0" not in shown and "number 1" not in shown and shown[-1] == "number 7"
-    talk(session, f"/save {tmp_path / 'all.json'}")
-    saved = json.loads((tmp_path / "all.json").read_text())["messages"]
-    assert [one["content"] for one in saved if one["role"] == "user"] == [f"number {number}" for number in range(8)]
+    said = [one["content"] for one in session.messages if one["role"] == "user"]
+    assert said == [f"number {number}" for number in range(8)]
     before = list(session.messages)
     with pytest.raises(UserError, match="tokens"):
         list(session.reply("long " * 200))

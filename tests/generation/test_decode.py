@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from affinage.data.tokenizer import Tokenizer
-from affinage.generation.engine import Detokenizer, Engine, generate, token_logprobs
-from affinage.generation.sampling import SamplingParams
-from affinage.hub.card import CardFacts
-from affinage.hub.export import export
+from affinage.generation.engine import Engine, generate, token_logprobs
+from affinage.generation.sampling import Detokenizer, SamplingParams
+from affinage.hub.folder import CardFacts, export
 from affinage.model.layers import attention, block
 from tiny_models import CONTEXT, full_logits, tiny_llama, tokenizer
 

@@ -1,7 +1,6 @@
 """A model with a tokenizer of its own: it continues texts, is evaluated, trained further, fine-tuned and exported."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,16 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from affinage.config.data import PackingSettings
 from affinage.data.dataloader import DataLoader, ValidationRows
-from affinage.data.token_shards import open_shards
+from affinage.data.token_shards import TokenShards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
-from affinage.evaluation.backend import JaxLM
+from affinage.evaluation.run import JaxLM
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
-from affinage.hub.card import CardFacts
-from affinage.hub.export import export
+from affinage.hub.folder import CardFacts, export
 from affinage.hub.verify import verify
-from affinage.pipeline.models import is_chat, locate, made_from, resolve
 from affinage.pipeline.opening import import_model, open_model
 from run_affinage import run
 from source_forms import write_documents
@@ -99,21 +96,6 @@ def test_a_leading_space_survives_decoding_piece_by_piece(tmp_path):
     assert tokenizer.opening == (1,) and tokenizer.byte_lengths("où", tokenizer.encode("où")).sum() == 3
 
 
-def sft(folder):
-    """Settings of a fine-tuning on a few short conversations."""
-    turns = [{"role": "user", "content": "Où ?"}, {"role": "assistant", "content": "\nIci, <|im_end|> là."}]
-    lines = [json.dumps({"id": str(i), "messages": turns * (1 + i % 3)}, ensure_ascii=False) for i in range(24)]
-    (folder / "turns.jsonl").write_text("\n".join(lines))
-    sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., seq_len: 128, steps: 1, batch_size: 4"
-    return (
-        "export=null",
-        "mesh={data: 1}",
-        "data=null",
-        "pretrain=null",
-        f"sft={{{sources}, schedule: {{peak_lr: 1.0e-3, min_lr: 0}}}}",
-    )
-
-
 def test_rows_of_it_hold_the_documents(imported, tmp_path):
     tokenizer = imported[2].tokenizer
     texts = [f"Douze plus {number} font Paris, <|endoftext|> où ? 🧀" for number in range(40)]
@@ -121,7 +103,7 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path):
         write_documents(tmp_path / "split" / part, [{"text": text, "language": "fr"} for text in texts])
     tokenize(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=96, strategy="best_fit"), 0)
     (folder,) = (tmp_path / "rows/train").iterdir()
-    batch = DataLoader(folder, seed=0, batch=open_shards(folder).rows).batch(0)
+    batch = DataLoader(folder, seed=0, batch=TokenShards(folder).rows).batch(0)
     decoded = "".join(tokenizer.decode(row) for row in batch["tokens"])
     assert [decoded.count(text) for text in texts] == [1] * len(texts)
     ends = [*tokenizer.opening, tokenizer.eos]
@@ -132,32 +114,10 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path):
 
 
 def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):
-    run("run", f"{imported[2].name}/recipe.yaml", "--runs", tmp_path, settings=sft(tmp_path), status=2)
+    (tmp_path / "turns.jsonl").write_text('{"prompt": "Où ?", "completion": "Ici."}\n' * 24)
+    schedule = "{peak_lr: 1.0e-3, min_lr: 0}"
+    sft = f"sft={{sources: [{tmp_path / 'turns.jsonl'}], steps: 1, batch_size: 4, schedule: {schedule}}}"
+    settings = ("export=null", "mesh={data: 1}", "data=null", "pretrain=null", sft)
+    run("run", f"{imported[2].name}/recipe.yaml", "--runs", tmp_path, settings=settings, status=2)
     assert not (tmp_path / "store").exists()
-    assert "--chat-tokens" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def chatting(imported):
-    """The same, imported with tokens for conversations."""
-    folder = Path(imported[2].name).parent
-    run("import", folder / "theirs", "--to", folder / "chat", "--chat-tokens")
-    return folder / "chat"
-
-
-@pytest.mark.full
-def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp_path):
-    run("run", chatting / "recipe.yaml", "--runs", tmp_path, settings=sft(tmp_path))
-    trained = open_model("theirs", tmp_path)
-    start, end = map(trained.tokenizer.id_of, ("<|im_start|>", "<|im_end|>"))
-    assert end in trained.tokenizer.stops
-    rows = made_from(locate(resolve("theirs", tmp_path), tmp_path).path, "sft-data") / "train"
-    batch = DataLoader(rows, seed=0, batch=4).batch(0)
-    for tokens, mask, segments in zip(*(batch[name] for name in ("tokens", "loss_mask", "segment_ids"))):
-        first = tokens[segments == segments[0]].tolist()
-        assert first[: len(trained.tokenizer.opening) + 1] == [*trained.tokenizer.opening, start]
-        said = tokens[mask.astype(bool)]
-        assert end in said and start not in said
-    export(trained, tmp_path / "m", facts=CardFacts(license="apache-2.0"))
-    assert verify(tmp_path / "m", trained, TEXTS[:1])["conversations"] == 3
-    assert is_chat(tmp_path / "m") and open_model(str(tmp_path / "m"), tmp_path).system_prompt == trained.system_prompt
+    assert "<|im_end|>" in capsys.readouterr().err

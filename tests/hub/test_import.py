@@ -17,19 +17,15 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer
 
 import tiny_graphs
-from affinage.checkpoint import CheckpointStore
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.hub.card import CardFacts
-from affinage.hub.export import export
 from affinage.hub.families import FAMILIES, architecture_of, family_of
-from affinage.hub.read import CONFIG, hub_facts, read_hub_folder
+from affinage.hub.folder import CONFIG, CardFacts, export, hub_facts, read_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import init_params, parse
 from affinage.model.layer import map_parameters
 from affinage.pipeline.models import is_chat, locate, resolve
 from affinage.pipeline.opening import import_model, open_model
-from run_affinage import run
 from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, fused_experts, tiny_llama, with_template
 
 FACTS = CardFacts(license="apache-2.0")
@@ -124,20 +120,6 @@ def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path)
     assert (saved / "chat_template.jinja").is_file() and hub_facts(saved)["system_prompt"] == 'Say "oui".\nBe brief.'
     with pytest.raises(UserError, match="checkpoints"):
         open_model(f"{exported}@3", tmp_path)
-
-
-def test_any_kept_step_of_a_run_is_exported(imported, tmp_path):
-    pretrain = tmp_path / "run" / "pretrain"
-    shutil.copytree(imported, pretrain)
-    first = open_model("run/pretrain@0", tmp_path)
-    store = CheckpointStore(pretrain / "checkpoints")
-    store.save(7, {"params": jax.tree.map(lambda p: -p, first.params)}, {})
-    store.wait()
-    for step, sign in ((0, 1), (7, -1)):
-        to = tmp_path / f"step-{step}"
-        run("export", f"run/pretrain@{step}", "--runs", tmp_path, "--to", to)
-        written = load_file(to / "model.safetensors")["model.norm.weight"]
-        np.testing.assert_array_equal(written, sign * first.params["norm"]["scale"])
 
 
 WRITTEN = [

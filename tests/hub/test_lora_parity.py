@@ -7,7 +7,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 
 from affinage.config.training import LoraSettings, SftSettings
-from affinage.hub.export import adapter_tensors, write_adapter
+from affinage.hub.folder import adapter_tensors, write_adapter
 from affinage.model import Adapters, ApplyConfig, apply, init_params
 from affinage.training.state import TrainState, split_params
 from affinage.training.trainer import optimizer_of, step_of

@@ -10,7 +10,7 @@ from affinage.data.chat import encode_conversation, encode_prompt
 from affinage.data.special_tokens import BOS, CONTROL_PIECES, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer
-from affinage.hub.export import write_hf_tokenizer
+from affinage.hub.folder import write_hf_tokenizer
 from tiny_corpus import TRICKY, write_split
 
 SYSTEM = 'Be "kind".\nSoyez gentil.'

@@ -17,8 +17,8 @@ from trl import DPOConfig, DPOTrainer
 from affinage.config.training import DpoSettings, SftSettings
 from affinage.data.dataloader import REFERENCE, DataLoader
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
-from affinage.hub.export import write_hf_tokenizer
 from affinage.hub.families import family_of
+from affinage.hub.folder import write_hf_tokenizer
 from affinage.model import ApplyConfig, apply
 from affinage.model.graph import ANSWERS, parse, preference_graph
 from source_forms import write_lines

@@ -11,8 +11,8 @@ import pytest
 
 import tiny_graphs
 from affinage.model import ApplyConfig, abstract_params, apply, parse
-from affinage.model.analysis import analyze
-from affinage.model.layers.embedding import Logits
+from affinage.model.graph import analyze
+from affinage.model.layers.dense import Logits
 
 GRAPHS = {
     "grouped queries": tiny_graphs.llama(attention={"kv_heads": 2}),
@@ -89,6 +89,6 @@ def test_operations_of_every_node_and_of_a_training_step_are_what_xla_counts(nam
     unseen = {"blocks": unseen_pairs(graph["blocks"])}
     for node in graph.nodes:
         needed = graph.needed_for(node.name)
-        expected = sum(one.flops + unseen.get(one.name, 0) for one in analysis if one.name in needed)
+        expected = sum(row["flops"] + unseen.get(row["name"], 0) for row in analysis if row["name"] in needed)
         assert program(graph, node.name) == expected, node.name
-    assert program(graph, gradient=True) == sum(node.training_flops for node in analysis) + 3 * sum(unseen.values())
+    assert program(graph, gradient=True) == sum(row["training_flops"] for row in analysis) + 3 * sum(unseen.values())

@@ -159,8 +159,7 @@ def test_cudnn_is_called_with_no_array_of_all_pairs_but_an_old_gpus_bias(documen
     segments = None if documents == "one" else jnp.zeros((2, 512), jnp.int32)
 
     def loss(*arrays):
-        product = partial(cudnn_attention, segment_ids=segments, window=None, by_offsets=by_offsets)
-        return jnp.sum(product(*arrays).astype(jnp.float32))
+        return jnp.sum(cudnn_attention(*arrays, segments, (None, by_offsets)).astype(jnp.float32))
 
     traced = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*shapes)
     assert [result.shape for result in traced.out_avals] == [shape.shape for shape in shapes]

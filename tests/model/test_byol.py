@@ -11,7 +11,7 @@ import pytest
 import tiny_graphs
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, parse
-from affinage.model.analysis import analyze
+from affinage.model.graph import analyze
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "byol"))
 
@@ -57,8 +57,8 @@ def test_the_target_has_no_gradient_and_no_operations_of_a_backward_pass():
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient["encoder"]["conv_0"]["kernel"]))
     apart = jax.grad(lambda params: values_of(PARAMS, params)["loss"].sum)(AVERAGE)
     assert set(apart) == set(PARAMS) and np.isfinite(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(apart)))
-    (target,) = (node for node in analyze(GRAPH, 4, 1) if node.name == "target")
-    assert target.flops > 0 and target.training_flops == target.flops
+    (target,) = (row for row in analyze(GRAPH, 4, 1) if row["name"] == "target")
+    assert target["flops"] > 0 and target["training_flops"] == target["flops"]
 
 
 @pytest.mark.parametrize(

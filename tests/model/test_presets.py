@@ -8,7 +8,7 @@ import pytest
 
 from affinage.config.load import load_recipe
 from affinage.model import abstract_params, parse
-from affinage.model.analysis import parameters
+from affinage.model.graph import parameters
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 VOCABULARY = 3072  # what `vocab: auto` is in the quickstart

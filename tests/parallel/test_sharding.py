@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 import tiny_graphs
@@ -13,7 +12,6 @@ from affinage.errors import UserError
 from affinage.model import abstract_params, apply, logical_axes
 from affinage.model.apply_config import ApplyConfig
 from affinage.parallel import MeshLayout, make_mesh, serving_layout
-from affinage.parallel.sharding import AXES, across_slices
 
 
 def mesh(**sizes: int | str) -> jax.sharding.Mesh:
@@ -35,8 +33,6 @@ def test_auto_takes_the_devices_that_are_left_and_one_host_may_leave_some():
         ({"data": 16}, "16 devices, .* 8"),
         ({"data": "auto", "tensor": 3}, "divide the 8"),
         ({"data": "auto", "fsdp": "auto"}, "one axis"),
-        ({"rows": 2}, "'rows'"),
-        ({"data": 0}, "size 0"),
     ],
     ids=str,
 )
@@ -86,23 +82,3 @@ def test_a_model_of_stages_is_served_with_its_weights_split_instead():
         lambda params: apply(graph, params, batch, ApplyConfig(until=graph.logits)).values[graph.logits].array()
     )
     np.testing.assert_allclose(run(jax.device_put(params, shardings)), run(params), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "cut"), [({"data": 2, "tensor": 4}, "data"), ({"pipeline": 2, "fsdp": 4}, "pipeline")]
-)
-def test_only_an_axis_that_talks_little_leaves_a_slice(sizes: dict, cut: str):
-    full = dict.fromkeys(AXES, 1) | sizes
-    assert across_slices(full, 2) == tuple(2 if axis == cut else 1 for axis in AXES)
-    with pytest.raises(UserError, match="2 slices"):
-        across_slices(dict.fromkeys(AXES, 1) | {"tensor": 8}, 2)
-
-
-@pytest.mark.full
-def test_a_mesh_over_two_slices_of_tpus_is_cut_between_them():
-    pytest.importorskip("libtpu")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2", num_slices=2).devices
-    made = make_mesh({"pipeline": 2, "fsdp": 4}, devices)
-    for part in range(2):
-        stage = made.devices.take(part, axis=made.axis_names.index("pipeline"))
-        assert {device.slice_index for device in stage.flat} == {part}

@@ -9,8 +9,7 @@ import pytest
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.hub.card import CardFacts
-from affinage.hub.export import export
+from affinage.hub.folder import CardFacts, export
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import is_chat
 from affinage.pipeline.opening import import_model, open_model
@@ -33,7 +32,7 @@ SFT += ["sft.validation_fraction=0", "sft.num_epochs=null", "data=null", "pretra
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("init")
-    export(tiny_llama(), folder / "hub", facts=CardFacts(license="mit"), sampling={"temperature": 0.6})
+    export(tiny_llama(), folder / "hub", facts=CardFacts(license="mit"))
     import_model(folder / "hub", folder / "model", "tiny", origin=str(folder / "hub"))
     return folder / "model"
 
@@ -76,7 +75,6 @@ def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
         'from_pretrained("model")', 'from_pretrained("again")'
     )
     assert "license: mit" in card and "Weights under mit." in card and "- conversational" in card  # of the import
-    assert json.loads((tmp_path / "again/generation_config.json").read_text())["temperature"] == 0.6
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(imported.parent / "hub")
 

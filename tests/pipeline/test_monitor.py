@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from scipy.stats import binomtest
 
 import tiny_run
 from affinage.config.load import load_recipe
+from affinage.errors import UserWarned
 from affinage.evaluation.run import evaluate
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, right_items
 from affinage.pipeline.opening import open_model
@@ -24,7 +26,6 @@ from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_train import within_epochs
 from affinage.report.facts import read_training
 from affinage.results import TrainingResult
-from affinage.training.evaluator import bits_by_language
 from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
 from run_affinage import run
@@ -132,10 +133,12 @@ def test_a_training_ends_when_its_rows_were_seen_often_enough(capsys: pytest.Cap
     assert "sft: ends at step 20 of 500" in capsys.readouterr().out
 
 
-def test_bits_per_byte_of_a_language_weigh_its_sources_by_their_bytes():
-    scores = {"a.en": {"bits_per_byte": 1.0}, "b.en": {"bits_per_byte": 2.0}, "b.fr": {"bits_per_byte": 3.0}}
-    sizes: Any = {name: SimpleNamespace(bytes=size) for name, size in zip(scores, (100, 300, 7))}
-    assert bits_by_language(scores, sizes) == {"en": 1.75, "fr": 3.0}
+@pytest.mark.parametrize(("often", "warned"), [(40, False), (226, True)])
+def test_a_pretraining_that_reads_its_data_very_many_times_over_is_warned_of(often: float, warned: bool):
+    asked = load_recipe(TINY, []).recipe.pretrain
+    feed: Any = SimpleNamespace(epochs=lambda steps: {"much": 1.0, "few": often})
+    with pytest.warns(UserWarned, match="pretrain reads its data 226 times") if warned else nullcontext():
+        assert within_epochs(asked, feed, "pretrain") == asked
 
 
 def test_how_benchmarks_are_computed_is_in_no_key():
@@ -181,10 +184,8 @@ def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: P
         if seed == 0:
             assert rows[-1]["evaluation"]["tasks"] == {"sums": again["tasks"]["sums"]["metrics"]}
     assert items[0] != items[1] and items[None] == list(range(12))
-    last, bits = lines(scored, "validation")[-1]["validation"], rows[-1]["evaluation"]["bits_per_byte"]
-    assert set(bits) == {"en", "fr"} and bits["en"] == pytest.approx(last["pocket-world.en"]["bits_per_byte"])
     shown = read_training("pretrain", scored, TrainingResult(), {})
-    assert [point.step for point in shown.points] == [0, 10, 20] and set(shown.bits_per_byte) == {"en", "fr"}
+    assert [point.step for point in shown.points] == [0, 10, 20]
 
 
 # ---- tuning
@@ -252,7 +253,7 @@ def test_fine_tuning_ends_where_a_benchmark_falls_with_the_model_of_the_last_goo
 def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(
     habit: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("affinage.evaluation.scoring.rows_that_fit", lambda *_, **__: 1)
+    monkeypatch.setattr("affinage.evaluation.run.default_batch", lambda _: 1)
     loaded = load_recipe(TINY, habit.settings)
     context = StepContext(loaded, tmp_path, {"train-tokenizer": habit.runs / "habit/train-tokenizer"}, tmp_path)
     model, before, left = open_model("habit/sft@40", habit.runs), points_of(habit.sft), [2]

@@ -11,7 +11,7 @@ import pytest
 import tiny_run
 from affinage.data.dataloader import make_batch
 from affinage.data.tuning_data import documents_in_a_row
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.model import ApplyConfig, apply
 from affinage.pipeline.models import is_chat
 from affinage.pipeline.opening import open_model

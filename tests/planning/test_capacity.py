@@ -3,7 +3,6 @@
 import pytest
 from small_plans import plan_of
 
-from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 
@@ -26,16 +25,13 @@ def compiler(fixed, per_layer, room=30.75, silent=False):
 @pytest.mark.parametrize(("fixed", "per_layer", "silent"), [(2.0, 0.22, False), (9.0, 0.3, True)])
 def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent, monkeypatch):
     monkeypatch.setattr("affinage.planning.compiled.compile_on", compiler(fixed, per_layer, silent=silent))
-    attempts, largest, _, made = capacity("capacity", shape(5120, WHERE), WHERE, tries=20)
-    assert largest.layers == int((30.75 - fixed) / per_layer // 2) * 2
-    assert len({each.layers for each in attempts}) == len(attempts) <= (12 if silent else 5)
-    assert made.facts.parameters == largest.parameters
+    reports, layers, _, made = capacity("capacity", shape(5120, WHERE), WHERE, tries=20)
+    assert layers == int((30.75 - fixed) / per_layer // 2) * 2 == made.device.graph["blocks"].repeat
+    assert len(reports) <= (12 if silent else 5)
 
 
 def test_the_mesh_is_of_the_heads():
     assert shape(10240, find_slice("v4-128"))[-1] == "mesh={fsdp: 4, tensor: 16}"
-    with pytest.raises(UserError, match="heads"):
-        shape(10248, find_slice("v4-128"))
 
 
 def test_the_estimate_knows_that_layers_are_updated_in_place():

@@ -107,7 +107,7 @@ def test_the_refusals_of_the_compiler_are_read(message, needed):
 def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, affinage):
     """With the recipe's plug-ins, and with the vocabulary that its tokenizer came to."""
     (tmp_path / "cubes.py").write_text(
-        "from affinage.model.layers.dense import activation\n\n\n@activation('cubes')\ndef cubes(x):\n    return x**3\n"
+        "from affinage.model.layers.dense import PLAIN\n\n\n@PLAIN.register('cubes')\ndef cubes(x):\n    return x**3\n"
     )
     recipe, tokenizer = tmp_path / "own.yaml", tmp_path / "runs" / "own" / "train-tokenizer"
     blocks = {"repeat": 1, "ffn": {"kind": "cubes", "width": 32}}

@@ -19,9 +19,8 @@ from affinage.parallel import make_mesh
 from affinage.planning.estimate import step_memory
 from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, only
-from affinage.training.job import TrainJob
 from affinage.training.state import split_params
-from affinage.training.trainer import Trainer
+from affinage.training.trainer import Trainer, TrainJob
 
 CONTEXT = 16
 

@@ -1,6 +1,5 @@
 """`affinage plan` as its user sees it, what it warns of, and what it proposes."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -12,10 +11,9 @@ from affinage.config.load import load_recipe
 from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.chips import find_slice
 from affinage.model import ApplyConfig
-from affinage.model.apply_config import with_remat
 from affinage.model.layers.attention import choose
-from affinage.planning.estimate import LADDER, ROOM, present
-from affinage.planning.plan import compare, make_plan, planned_graph
+from affinage.planning.estimate import present
+from affinage.planning.plan import compare, planned_graph
 
 
 def test_time_money_and_utilisation_are_of_one_step():
@@ -31,8 +29,7 @@ def test_time_money_and_utilisation_are_of_one_step():
 def test_a_price_is_that_of_the_chips_it_was_given_for():
     rented = "hardware.slice=v5e-16", "hardware.price=0.5"
     own, other = (plan_of(SMALL, name, *rented) for name in ("v5e-4", "v4-8"))
-    assert (own.price, own.price_source) == (0.5, "hardware.price")
-    assert other.price == find_slice("v4-8").chip.price and "remembered" in other.price_source
+    assert own.price == 0.5 and other.price == find_slice("v4-8").chip.price
     assert plan_of(SMALL, "v5e-4", *reversed(rented)).price == 0.5  # in whatever order
 
 
@@ -116,8 +113,8 @@ def test_the_verb_prints_and_speaks_json(affinage):
     answer = json.loads(out)
     assert status == 0 and answer["slice"]["chips"] == 4 and answer["fits"] and answer["mesh"] == {"fsdp": 4}
     assert sum(answer["memory"][part] for part in ("weights", "optimizer", "activations")) < answer["memory"]["total"]
-    status, out, _ = affinage("plan", SMALL, "--on", "v4-8", "--set", "parallel.remat=auto")
-    assert status == 0 and "estimate: fits" in out and "tokens/s" in out and "remat: none" in out
+    status, out, _ = affinage("plan", SMALL, "--on", "v4-8")
+    assert status == 0 and "estimate: fits" in out and "tokens/s" in out
 
 
 def test_the_published_recipe_is_planned_on_the_slice_it_claims(affinage):
@@ -141,31 +138,6 @@ def test_the_published_recipe_is_planned_on_the_slice_it_claims(affinage):
 def test_mistakes_are_one_message(affinage, words, named):
     status, out, err = affinage("plan", *words)
     assert status == EXIT_USER_ERROR and named in err and "Traceback" not in err and not out
-
-
-def with_memory(where, size):
-    return dataclasses.replace(where, chip=dataclasses.replace(where.chip, usable_bytes=int(size)))
-
-
-def test_remat_auto_takes_the_first_that_fits():
-    where, needed = find_slice("v4-8"), {}
-    for remat in LADDER:
-        name = remat if isinstance(remat, str) else json.dumps(remat.model_dump(mode="json"))
-        needed[name] = plan_of(SMALL, "v4-8", f"parallel.remat={name}").memory.total
-    assert needed["none"] > needed["dots"] > needed["block"]
-    loaded = load_recipe(SMALL, ["parallel.remat=auto"])
-
-    def chosen(size):
-        return make_plan(loaded.recipe, planned_graph(loaded), with_memory(where, size))
-
-    for name in ("none", "dots", "block"):
-        made = chosen(needed[name] / ROOM * 1.001)
-        assert made.device.parallel.remat == name == made.to_dict()["remat"]
-        assert made.choice.fits and made.memory.total <= made.capacity
-    nothing = chosen(2**20).choice
-    assert not nothing.fits and nothing.needed == min(needed.values())
-    with pytest.raises(UserError, match="not chosen"):
-        with_remat(ApplyConfig(), "auto")
 
 
 def test_what_jax_was_given_of_a_gpu_is_what_there_is():

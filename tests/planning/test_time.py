@@ -78,11 +78,9 @@ def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings
 
 
 def test_products_that_were_kept_are_not_done_again():
-    names = ("none", "dots", "block", "full")
-    none, dots, block, full = (blocks_of(f"parallel.remat={name}").flops for name in names)
-    # `block` computes all of the forward pass again but its last product, `full` all of it a second time.
-    assert none <= dots < block < full
-    assert 0.15 * none < block - dots < 0.3 * none and 0.2 * none < full - block < 0.4 * none
+    none, dots, block = (blocks_of(f"parallel.remat={name}").flops for name in ("none", "dots", "block"))
+    # `block` computes all of the forward pass again but its last product.
+    assert none <= dots < block and 0.15 * none < block - dots < 0.3 * none
 
 
 def test_stages_wait_as_in_gpipe_and_less_in_several_rounds():

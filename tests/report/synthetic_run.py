@@ -104,8 +104,7 @@ def write_metrics(path: Path, steps: int, seed: int) -> None:
             if path.parent.name == "pretrain":
                 score = {"value": 0.3 + 0.4 * step / steps, "stderr": 0.04}
                 points.append({"step": step, "scores": {"hellaswag": score}, "worse": []})
-                bits = {name: bits for name, (_, bits) in found.items()}
-                lines.append({"step": step, "evaluation": {"tasks": {}, "bits_per_byte": bits}})
+                lines.append({"step": step, "evaluation": {"tasks": {}}})
     if points:
         write_json(path.parent / "monitor.json", {"threshold": 1e-3, "points": points})
     path.parent.mkdir(parents=True, exist_ok=True)

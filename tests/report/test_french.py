@@ -8,7 +8,7 @@ from babel.messages.extract import extract_from_dir
 from babel.messages.pofile import read_po
 from html_page import Page
 
-from affinage.data import ingest, readers
+from affinage.data import readers
 from affinage.report import language
 from affinage.report.language import Language
 from affinage.report.page import summary
@@ -56,7 +56,7 @@ def test_every_message_has_its_french_with_the_same_blanks_and_no_french_is_left
 
 
 def test_every_reason_of_the_steps_has_its_french():
-    reasons = {*readers.BROKEN, "not asked for", ingest.UNKNOWN_KIND, "empty", "not UTF-8", "in a benchmark"}
+    reasons = {"no text key", "too large", readers.UNKNOWN_KIND, "empty", "not UTF-8", "not JSON", "in a benchmark"}
     assert not reasons - set(catalogue("reason"))
     assert Language("fr").reason("too short") == "trop court"
     assert Language("fr").reason("whatever a plug-in writes") == "whatever a plug-in writes"

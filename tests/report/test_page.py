@@ -120,7 +120,7 @@ def test_preferences_are_told_in_their_own_unit(run: Path, change):
         manifest["step"] = "dpo"
         summary["validation"] = {"pairs": {"loss": 0.296, "rewards/accuracies": 0.936}}
     page = render(collect_facts(run))
-    section = page[page.index('<section id="dpo"') : page.index('<section id="compression"')]
+    section = page[page.index('<section id="dpo"') : page.index('<section id="scores"')]
     assert "nats per pair" in section and "nats per token" not in section and "93.6%" in section
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from affinage.config.data import default_name, safe_name
+from affinage.config.data import PlaceSettings, safe_name
 from affinage.config.load import load_recipe
 from affinage.config.yaml import parse
 from affinage.data.tokenizer import Tokenizer, template_in
 from affinage.errors import UserError
-from affinage.hub.read import INDEX, HubWeights, hub_facts, read_hub_folder
+from affinage.hub.folder import INDEX, HubWeights, hub_facts, read_hub_folder
 from affinage.pipeline.models import made_from
 from affinage.pipeline.opening import fitting_tokenizer
 from affinage.pipeline.store import read_request
@@ -89,7 +89,7 @@ def test_the_name_of_a_run_leads_nowhere_else(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "..", "a/../../b", "C:\\x", "nul\0l", "~/x"])
 def test_the_names_of_sources_are_names_of_files(tmp_path: Path, name: str):
-    for made in (safe_name(name), default_name(name)):
+    for made in (safe_name(name), PlaceSettings(path=name).title):
         place = tmp_path / made
         assert place.resolve().parent == tmp_path.resolve() and place.name not in (".", "..") and "\0" not in made
 

@@ -9,6 +9,7 @@ import pytest
 
 from affinage.config.load import load_recipe
 from affinage.data.dataloader import DataLoader
+from affinage.data.json_files import read_object
 from affinage.data.special_tokens import IM_END, IM_START
 from affinage.data.tuning_data import prepare_tuning_data
 from affinage.pipeline.build import build_steps
@@ -62,8 +63,8 @@ def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tmp_path: Path):
     summary = prepare_tuning_data(
         settings, tokenizer(), tmp_path, seq_len=256, seed=0, system_prompt=settings.system_prompt
     )
-    counts = {name: counted["train"]["conversations"] for name, counted in summary["by_source"].items()}
-    assert counts == COUNTS
+    counts = {name: read_object(tmp_path / "train" / name / "shards.json")["conversations"] for name in COUNTS}
+    assert counts == COUNTS and summary["train"]["conversations"] == sum(COUNTS.values())
     feed = DataLoader(tmp_path / "train", seed=0, batch=summary["train"]["rows"])
     batch = feed.batch(0)
     # Trained is what the assistant says, to the end of its message.

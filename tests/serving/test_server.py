@@ -116,9 +116,8 @@ def test_lm_evals_own_client_gives_the_scores_of_our_backend(served: Running, tm
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    from affinage.evaluation.backend import JaxLM
-    from affinage.hub.card import CardFacts
-    from affinage.hub.export import export
+    from affinage.evaluation.run import JaxLM
+    from affinage.hub.folder import CardFacts, export
 
     monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
     export(tiny_llama(), tmp_path / "m", facts=CardFacts("mit"))

@@ -28,11 +28,6 @@ class Run:
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
 
-    def kill(self) -> None:
-        """Kill the run itself: whoever waits for it learns of it when it is gone."""
-        self.until(lambda: "pid " in self.said())
-        os.kill(int(self.said().partition("pid ")[2].split()[0]), signal.SIGKILL)
-
     def until(self, true: Callable[[], object]) -> None:
         until(lambda: true() or self.process.poll() is not None)
 
@@ -48,21 +43,16 @@ class Run:
         return self.process.wait(PATIENCE)
 
 
-class Runs:
-    """Starts runs by `python`, the words of a command that stand for it."""
+def start(folder: Path, steps: int, *, when: str = "", number: int = signal.SIGTERM) -> Run:
+    """Start a run in a folder; in the phase `when` it sends itself a signal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {"folder": str(folder), "steps": steps, "when": when, "number": int(number)}
+    return Run([sys.executable, "-c", _PROGRAM, json.dumps(job)], folder.with_suffix(".log"))
 
-    def __init__(self, python: list[str]) -> None:
-        self._python = python
 
-    def start(self, folder: Path, steps: int, *, when: str = "", number: int = signal.SIGTERM) -> Run:
-        """Start a run in a folder; in the phase `when` it sends itself a signal."""
-        folder.mkdir(parents=True, exist_ok=True)
-        job = {"folder": str(folder), "steps": steps, "when": when, "number": int(number)}
-        return Run([*self._python, "-c", _PROGRAM, json.dumps(job)], folder.with_suffix(".log"))
-
-    def finish(self, folder: Path, steps: int) -> None:
-        run = self.start(folder, steps)
-        assert run.wait() == 0, run.said()
+def finish(folder: Path, steps: int) -> None:
+    run = start(folder, steps)
+    assert run.wait() == 0, run.said()
 
 
 def be_run(order: str) -> None:
@@ -82,7 +72,7 @@ def be_run(order: str) -> None:
                 time.sleep(0.005)
                 yield batch
 
-    print("pid", os.getpid(), flush=True)
+    print("begun", flush=True)
     job, status = json.loads(order), 0
     if job["when"]:
         _signal_in(job["when"], job["number"])

@@ -14,7 +14,7 @@ from affinage.errors import UserError
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import Checkpointer
 from affinage.training.metrics import GoodputTimer
-from affinage.training.watchdog import PreemptionGuard, Watchdog
+from affinage.training.watchdog import Watchdog
 from curves import curve
 from token_rows import write_tokens
 
@@ -65,7 +65,8 @@ def first(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: Path, tmp_path: Path):
     before = files_of(first)
     train(job(tmp_path / "one", rows, STEPS, FIRST, MIXTURE))
-    extension = job(tmp_path / "more", rows, STEPS, FIRST, MIXTURE, extends=(first, BORDER))
+    allowed = {"every_steps": 5, "allow_changes": ["mixture"]}  # its first stage is what was trained on
+    extension = job(tmp_path / "more", rows, STEPS, FIRST, MIXTURE, extends=(first, BORDER), checkpoint=allowed)
 
     with pytest.raises(RuntimeError):
         train(replace(extension, on_step=(tiny.fails_at(12),)))  # before anything was saved
@@ -80,7 +81,7 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
     ("changes", "step", "named"),
     [
         ({"optimizer": {"b1": 0.8}}, BORDER, "optimizer.b1"),
-        ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, "weights"),
+        ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, "mixture"),
         ({}, 7, "@5, @10"),
         ({"optimizer": {"name": "sgd"}, "checkpoint": {"allow_changes": ["optimizer"]}}, BORDER, "opt_state"),
         ({"health": {"spike_window": 16}, "checkpoint": {"allow_changes": ["health"]}}, BORDER, "window.losses"),
@@ -94,5 +95,5 @@ def test_what_an_extension_may_not_change_is_refused_by_name(
     steps, mixture = given.pop("steps"), given.pop("mixture")
     refused = job(tmp_path, rows, steps, FIRST, mixture, extends=(first, step), **given)
     with pytest.raises(UserError, match=named):
-        watchdog = Watchdog("train", tmp_path, refused.runtime, PreemptionGuard("train", grace=1))
+        watchdog = Watchdog("train", tmp_path, refused.runtime)
         Checkpointer(tiny.uncompiled(refused), GoodputTimer(), watchdog).restore()

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,10 @@ train(tiny.job(Path(sys.argv[1]), profile="4-5"))
 """
 
 
-def test_a_trace_has_the_steps_asked_for(tmp_path: Path, warm_python: list[str]):
+def test_a_trace_has_the_steps_asked_for(tmp_path: Path):
     # In a process of its own: JAX's profiler crashes where libtpu was loaded for its compiler alone.
     path = os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")])
-    command = [*warm_python, "-c", TRACED, str(tmp_path)]
+    command = [sys.executable, "-c", TRACED, str(tmp_path)]
     subprocess.run(command, check=True, timeout=550, env={**os.environ, "PYTHONPATH": path})
     [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
@@ -64,8 +65,8 @@ def test_a_line_has_the_speed_and_the_time_left():
 
 
 def test_a_short_training_has_lines_between_its_first_and_its_last(capsys: pytest.CaptureFixture[str]):
-    with ConsoleWriter("pretrain", 120, 0) as display:
-        for step in (1, *range(10, 121, 10)):
-            display.training({**ROW, "step": step, "tokens": 64 * step, "tokens_per_second": 32.0})
+    display = ConsoleWriter("pretrain", 120, 0)
+    for step in (1, *range(10, 121, 10)):
+        display.training({**ROW, "step": step, "tokens": 64 * step, "tokens_per_second": 32.0})
     steps = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
     assert steps == ["1/120", "30/120", "60/120", "90/120", "120/120"]

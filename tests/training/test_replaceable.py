@@ -16,8 +16,8 @@ from affinage.checkpoint import CheckpointStore
 from affinage.hardware.devices import Hardware
 from affinage.parallel import Strategy
 from affinage.training import train
-from affinage.training.job import Feed
 from affinage.training.state import TrainState
+from affinage.training.trainer import Feed
 
 
 class InMemory(CheckpointStore):

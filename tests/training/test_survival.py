@@ -3,6 +3,7 @@
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import runs
 import tiny
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.recipe import RuntimeSettings
 from affinage.errors import EXIT_PREEMPTED, Preempted
 from affinage.stopping import StopSignals
-from affinage.training.watchdog import PreemptionGuard
+from affinage.training.watchdog import Watchdog
 from curves import curve
 from waiting import until
 
@@ -22,14 +24,9 @@ STEPS, EVERY = 30, 5
 
 
 @pytest.fixture(scope="module")
-def starter(warm_python: list[str]) -> runs.Runs:
-    return runs.Runs(warm_python)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, starter: runs.Runs) -> Path:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    starter.finish(folder, STEPS)
+    runs.finish(folder, STEPS)
     return folder
 
 
@@ -37,60 +34,59 @@ def newest(folder: Path) -> int:
     return max([0, *CheckpointStore(folder / "checkpoints").steps()])
 
 
-def assert_ends_as(undisturbed: Path, folder: Path, starter: runs.Runs) -> None:
-    starter.finish(folder, STEPS)
+def assert_ends_as(undisturbed: Path, folder: Path) -> None:
+    runs.finish(folder, STEPS)
     assert tiny.saved_bits(folder, STEPS) == tiny.saved_bits(undisturbed, STEPS)
     assert curve(folder) == curve(undisturbed)
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
-def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path, starter, undisturbed: Path, kills: int):
+def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path, undisturbed: Path, kills: int):
     folders, draw, killed, lost = [tmp_path / "run"], random.Random(0), 0, 0
     for kill in range(kills):
         if newest(folders[-1]) > STEPS - 2 * EVERY:  # nearly done: there is more to kill in another run
             folders.append(tmp_path / f"run-{kill}")
         folder = folders[-1]
         begun = newest(folder)
-        run = starter.start(folder, STEPS)
+        run = runs.start(folder, STEPS)
         # Every other time after a few steps, else in the start, the compilation, the restore.
-        if kill % 2 == 0:
-            run.until(run.steps)
+        run.until(run.said if kill % 2 else run.steps)
         time.sleep(draw.uniform(0.0, 1.0 if kill % 2 else 0.15))
-        run.kill()
+        run.process.kill()
         killed += run.wait() == -signal.SIGKILL
         lost = max(lost, max([begun, *run.steps()]) - newest(folder))
     assert killed >= max(1, kills // 2)
     assert lost <= 2 * EVERY  # an interval, and the save in flight
     for folder in folders:
-        assert_ends_as(undisturbed, folder, starter)
+        assert_ends_as(undisturbed, folder)
 
 
 ALL = ("start", "first batch", "compilation", "evaluation", "restore", "save", "step")
 
 
 @pytest.mark.parametrize("phases", [("compilation", "save"), pytest.param(ALL, marks=pytest.mark.full)], ids=len)
-def test_told_to_stop_in_any_phase_it_loses_no_step(tmp_path: Path, starter, undisturbed: Path, phases: tuple[str]):
+def test_told_to_stop_in_any_phase_it_loses_no_step(tmp_path: Path, undisturbed: Path, phases: tuple[str]):
     folder = tmp_path / "run"
     for index, phase in enumerate(phases):
-        run = starter.start(folder, STEPS, when=phase, number=(signal.SIGTERM, signal.SIGINT)[index % 2])
+        run = runs.start(folder, STEPS, when=phase, number=(signal.SIGTERM, signal.SIGINT)[index % 2])
         assert run.wait() == EXIT_PREEMPTED, (phase, run.said())
         assert f"signal in {phase}" in run.said()
         assert bool(run.steps()) == (phase in ("evaluation", "save", "step"))
         assert newest(folder) == max([newest(folder), *run.steps()]), phase
     assert not (folder / "summary.json").exists()
-    assert_ends_as(undisturbed, folder, starter)
+    assert_ends_as(undisturbed, folder)
 
 
 IN_NATIVE_CODE = """
-import hashlib, os, pathlib
+import hashlib, pathlib
 from affinage.config.recipe import RuntimeSettings
 from affinage.errors import Preempted
 from affinage.stopping import StopSignals, leave
-from affinage.training.watchdog import PreemptionGuard, Watchdog
-stop = PreemptionGuard('run', grace=1)
-with StopSignals(), stop, Watchdog('run', pathlib.Path(), RuntimeSettings(), stop):
+from affinage.training.watchdog import Watchdog
+stop = Watchdog('run', pathlib.Path(), RuntimeSettings(preemption_grace=1))
+with StopSignals(), stop:
     try:
-        print(os.getpid(), flush=True)
+        print("begun", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)  # native code for minutes, like a compiler
     except Preempted as told:  # the signal came before it
         leave(str(told))
@@ -105,14 +101,13 @@ with StopSignals(), stop, Watchdog('run', pathlib.Path(), RuntimeSettings(), sto
         pytest.param(True, signal.SIGINT, True, 130, False, id="by hand: the second time"),
     ],
 )
-def test_native_code_that_does_not_end_is_left(
-    warm_python, steps_to_lose: bool, number: int, again: bool, status, stacks
-):
+def test_native_code_that_does_not_end_is_left(steps_to_lose: bool, number: int, again: bool, status, stacks):
     known = "stop.steps_to_lose = True; " if steps_to_lose else ""
-    command = [*warm_python, "-c", IN_NATIVE_CODE.replace("print", f"{known}print")]
+    command = [sys.executable, "-c", IN_NATIVE_CODE.replace("print", f"{known}print")]
     process, late = subprocess.Popen(command, stdout=-1, stderr=-1, text=True), time.monotonic() + 300
     assert process.stdout is not None
-    computes = psutil.Process(int(process.stdout.readline()))
+    assert process.stdout.readline() == "begun\n"
+    computes = psutil.Process(process.pid)
     before = computes.cpu_times().user
     until(lambda: computes.cpu_times().user >= before + 0.2)  # it is in native code
     process.send_signal(number)
@@ -124,10 +119,10 @@ def test_native_code_that_does_not_end_is_left(
     assert ('File "<string>", line 11 in <module>' in said) == stacks
 
 
-def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow():
+def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow(tmp_path: Path):
     with StopSignals() as signals:
         signals.raise_pending()
-        with PreemptionGuard("run", grace=600.0):
+        with Watchdog("run", tmp_path, RuntimeSettings(preemption_grace=600.0)):
             signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Preempted):
             signals.raise_pending()

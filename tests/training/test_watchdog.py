@@ -10,7 +10,7 @@ import tiny
 from affinage.config.recipe import RuntimeSettings
 from affinage.stopping import StopSignals
 from affinage.training import train, watchdog
-from affinage.training.watchdog import PreemptionGuard, Watchdog
+from affinage.training.watchdog import Watchdog
 from waiting import PATIENCE, until
 
 
@@ -25,7 +25,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
 
 
 def watched(folder: Path) -> Watchdog:
-    return Watchdog("train", folder, RuntimeSettings(hang_timeout=0.2), PreemptionGuard("train", grace=25))
+    return Watchdog("train", folder, RuntimeSettings(hang_timeout=0.2))
 
 
 def reported(folder: Path) -> str:

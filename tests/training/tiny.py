@@ -20,10 +20,9 @@ from affinage.model import ApplyConfig, Graph, init_params, parse
 from affinage.parallel import MeshLayout, make_mesh
 from affinage.parallel.strategy import Strategy
 from affinage.training import TrainJob
-from affinage.training.job import Hook
 from affinage.training.optimizer import Optimizer, optimizer
 from affinage.training.state import Purpose, TrainState, random_key
-from affinage.training.trainer import Trainer
+from affinage.training.trainer import Hook, Trainer
 
 VOCABULARY, CONTEXT = 64, 16
 

@@ -54,12 +54,7 @@ class Metadata:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the metadata of the step in a folder.
-
-    Raises:
-        CorruptedError: they are not what was saved, or of another step than the folder is named after.
-        OSError: they cannot be read.
-    """
+    """Read the metadata of the step in a folder; CorruptedError if they are not what was saved, or of another step."""
     try:
         saved = json.loads((folder / METADATA).read_bytes())["custom_metadata"]["affinage"]
         digest, metadata = saved.pop("hash"), Metadata(**saved)
@@ -83,10 +78,8 @@ def check_compatible(
     """Compare the identity in a checkpoint's facts with that of the run that is to resume from it.
 
     Facts without an identity, such as those of an import, fit any run. Of `allowed` names, `schedule` includes
-    `schedule.peak_lr` and all others below it. Returns {name: "saved -> now"} of the differences that are allowed.
-
-    Raises:
-        UserError: with all differences that are not allowed.
+    `schedule.peak_lr` and all others below it. Returns {name: "saved -> now"} of the differences that are allowed;
+    UserError lists all that are not.
     """
     pairs = differing([facts.get(IDENTITY, now), now], absent="(not there)")
     changes = {plain(name): " -> ".join(plain(str(value))[:80] for value in pair) for name, pair in sorted(pairs)}
@@ -101,25 +94,8 @@ def check_compatible(
     return changes
 
 
-def arrays(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """{tree: {arrays, numbers, bytes, dtypes}} of a step, by its metadata alone."""
-    trees: dict[str, dict[str, Any]] = {}
-    for path, (dtype, shape, _) in metadata.checksums.items():
-        tree = trees.setdefault(path.partition(".")[0], {"arrays": 0, "numbers": 0, "bytes": 0, "dtypes": []})
-        size = int(np.prod(shape, dtype=np.int64))
-        tree["arrays"] += 1
-        tree["numbers"] += size
-        tree["bytes"] += size * jnp.dtype(dtype).itemsize
-        tree["dtypes"] = sorted({*tree["dtypes"], dtype})
-    return trees
-
-
 def compare(one: Metadata, other: Metadata) -> dict[str, Any]:
-    """The facts that differ between two checkpoints, and the arrays that do, by their checksums.
-
-    Returns:
-        {facts: [{name, saved, now}], arrays: {same, different: [{name, shape}], only: [names]}}.
-    """
+    """What differs: {facts: [{name, saved, now}], arrays: {same, different: [{name, shape}], only: [names]}}."""
     facts = [{key: value for key, value in each.facts.items() if key not in _OF_THE_CLOCK} for each in (one, other)]
     changed = [{"name": name, "saved": saved, "now": now} for name, (saved, now) in sorted(differing(facts))]
     left, right = one.checksums, other.checksums

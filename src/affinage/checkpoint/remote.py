@@ -1,7 +1,6 @@
 """Copies of a training at a URL, made while it runs, for machines whose disks vanish with them.
 
-A step there has the files that Orbax wrote; its mark of completion is copied last. Arrays are verified by their
-checksums when they are restored. To `gs://` Orbax writes the steps itself, and only what is beside them is copied.
+To `gs://` Orbax writes the steps itself, and only what is beside them is copied.
 """
 
 import contextlib
@@ -20,21 +19,18 @@ from affinage.checkpoint.metadata import METADATA
 from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps
 from affinage.data.token_shards import errors_at, is_local, upload
 from affinage.errors import UserError, first_line
+from affinage.results import MANIFEST
 
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
 _COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
 _PROBE = ".affinage"
 _BEING_COPIED = ".upload"  # the folder of links to a step's files, which stay while the step itself is removed
 # What belongs to this machine, or to this start, and the steps.
-_NOT_BESIDE = frozenset({"profile", "request.json", "manifest.json", CHECKPOINTS, _BEING_COPIED})
-
-
-class RemoteError(UserError):
-    """What could not be read or written at a URL, and why."""
+_NOT_BESIDE = frozenset({"profile", "request.json", MANIFEST, CHECKPOINTS, _BEING_COPIED})
 
 
 class RemoteFolder:
-    """Files below a URL, by their path from there, as fsspec reaches them. Every method raises RemoteError."""
+    """Files below a URL, by their path from there, as fsspec reaches them. UserError says what cannot be reached."""
 
     def __init__(self, url: str) -> None:
         """Opens no connection. Raises UserError for a URL of an unknown kind, or whose package is missing."""
@@ -77,8 +73,8 @@ class RemoteFolder:
             self._filesystem.get_file(f"{self._root}/{name}", str(file))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, the marks of complete checkpoints first; those that are not there are no mistake."""
-        for name in sorted(names, key=lambda name: not name.endswith(COMMIT)):
+        """Remove files, the marks of what is complete first; those that are not there are no mistake."""
+        for name in sorted(names, key=lambda name: not name.endswith((COMMIT, MANIFEST))):
             with self._failing("remove", name), contextlib.suppress(FileNotFoundError):
                 self._filesystem.rm_file(f"{self._root}/{name}")
 
@@ -89,7 +85,7 @@ class RemoteFolder:
         except Exception as error:  # each library has its own
             what = f"cannot {verb} this: {type(error).__name__}: {first_line(error)}"
             fix = "Is there a network, and may you read and write there? `--set runtime.remote=null` makes no copy."
-            raise RemoteError(what, where=f"{self.url}/{name}", fix=fix) from None
+            raise UserError(what, where=f"{self.url}/{name}", fix=fix) from None
 
 
 class Uploader:
@@ -107,7 +103,7 @@ class Uploader:
         self._saves, self._copied, self._changed, self._failure = 0, 0, threading.Event(), ""
 
     def start(self) -> None:
-        """Copy what is here. Raises RemoteError if the place cannot be written to."""
+        """Copy what is here. Raises UserError if the place cannot be written to."""
         self._remote.write(_PROBE, b"affinage")
         self._remote.remove([_PROBE])
         self.saved()
@@ -149,12 +145,14 @@ class Uploader:
     def _copy(self, links: Path) -> None:
         steps, linked = self._folder / CHECKPOINTS, list[int]()
         for step in kept_steps(complete_steps(steps), 1, self._keep_every):
+            mark = steps / str(step) / COMMIT  # the first that a rollback, or the save of a newer step, removes
             try:
-                shutil.copytree(steps / str(step), links / str(step), copy_function=os.link)
-                linked.append(step)
+                shutil.copytree(mark.parent, links / str(step), copy_function=os.link)
             except OSError:
-                if step in complete_steps(steps):  # if not, a rollback or a newer step has removed it
+                if mark.exists():
                     raise
+            if mark.exists():
+                linked.append(step)
         # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
         for name in _files_in(self._folder):
             if name.partition("/")[0] not in _NOT_BESIDE:
@@ -164,24 +162,22 @@ class Uploader:
                         self._remote.put(self._folder / name, name)
                         self._sent[name] = facts.st_size, facts.st_mtime_ns
         for step in sorted(linked, reverse=True):
-            self._copy_step(f"{CHECKPOINTS}/{step}", links / str(step))
+            there, files = f"{CHECKPOINTS}/{step}", links / str(step)
+            metadata = (files / METADATA).read_bytes()
+            if self._sent.get(there) == metadata:
+                continue
+            # An earlier start may have copied it, or, before a rollback, another state of this step.
+            if self._remote.read(f"{there}/{METADATA}") != metadata or self._remote.read(f"{there}/{COMMIT}") is None:
+                self._remote.remove([f"{there}/{COMMIT}"])
+                for name in _files_in(files):
+                    self._remote.put(files / name, f"{there}/{name}")
+            self._sent[there] = metadata
         if linked:
-            there, complete = _steps_in(self._remote.sizes())
+            files_of, complete = _steps_in(self._remote.sizes())
             complete = [step for step in complete if step <= max(linked)]
-            for step in there.keys() - kept_steps(complete, self._keep_last, self._keep_every):
-                self._remote.remove(there[step])
+            for step in files_of.keys() - kept_steps(complete, self._keep_last, self._keep_every):
+                self._remote.remove(files_of[step])
                 self._sent.pop(f"{CHECKPOINTS}/{step}", None)
-
-    def _copy_step(self, there: str, links: Path) -> None:
-        metadata = (links / METADATA).read_bytes()
-        if self._sent.get(there) == metadata:
-            return
-        # An earlier start may have copied it, or, before a rollback, another state of this step.
-        if self._remote.read(f"{there}/{METADATA}") != metadata or self._remote.read(f"{there}/{COMMIT}") is None:
-            self._remote.remove([f"{there}/{COMMIT}"])
-            for name in _files_in(links):
-                self._remote.put(links / name, f"{there}/{name}")
-        self._sent[there] = metadata
 
 
 def _files_in(folder: Path) -> list[str]:
@@ -199,42 +195,34 @@ def _steps_in(names: Iterable[str]) -> tuple[dict[int, list[str]], list[int]]:
     return steps, [step for step in sorted(steps) if f"{CHECKPOINTS}/{step}/{COMMIT}" in steps[step]]
 
 
-def download_newest(url: str, folder: Path, say: Callable[[str], None]) -> list[int]:
-    """Copy a training from a URL into a folder: its newest checkpoints, as far as they are newer than those here.
+def download_newest(url: str, folder: Path, say: Callable[[str], None], *, steps: bool = True) -> list[int]:
+    """Copy a training from a URL into a folder: its two newest `steps`, as far as they are newer than those here, and
+    of the files beside them those that are longer there.
 
-    Returns the steps that were copied, newest first. Raises RemoteError if the place cannot be reached.
+    Returns the steps that were copied, newest first. Raises UserError if the place cannot be reached.
     """
     remote, here = RemoteFolder(url), max(complete_steps(folder / CHECKPOINTS), default=-1)
-    names = remote.sizes()
-    steps, complete = _steps_in(names)
-    copied = [step for step in reversed(complete) if step > here][:_COPIED_BACK]
-    # What is beside the steps comes first: a start after a kill takes nothing of it once the newest step is here.
-    for name in names if copied else ():
-        if name.partition("/")[0] not in _NOT_BESIDE:
-            remote.get(name, folder / name)
+    sizes = remote.sizes()
+    for name, size in sizes.items():  # what is beside the steps comes first: a kill may end this at any moment
+        file = folder / name
+        if name.partition("/")[0] not in _NOT_BESIDE and size > (file.stat().st_size if file.exists() else -1):
+            remote.get(name, file)
+    files_of, complete = _steps_in(sizes)
+    copied = [step for step in reversed(complete) if step > here][:_COPIED_BACK] if steps else []
     for step in copied:
         say(f"copying step {step:,} from {url}")
         shutil.rmtree(folder / CHECKPOINTS / str(step), ignore_errors=True)
-        for name in sorted(steps[step], key=lambda name: name.endswith(COMMIT)):  # the mark comes last
+        for name in sorted(files_of[step], key=lambda name: name.endswith(COMMIT)):  # the mark comes last
             remote.get(name, folder / name)
     return copied
 
 
-def download(url: str, folder: Path, names: Collection[str], *, others: bool = False) -> None:
-    """Copy files and folders of these names of a training at a URL; or all `others`, where there is more than here."""
+def download(url: str, folder: Path, names: Collection[str]) -> None:
+    """Copy the files and folders of these names of a training at a URL."""
     remote = RemoteFolder(url)
-    for name, size in remote.sizes().items():
-        file, top = folder / name, name.partition("/")[0]
-        here = file.stat().st_size if file.exists() else -1
-        if (top not in {*names, *_NOT_BESIDE} and here < size) if others else top in names:
-            remote.get(name, file)
-
-
-def forget(url: str) -> None:
-    """Remove a training at a URL: it starts from the beginning. Raises RemoteError."""
-    remote = RemoteFolder(url)
-    remote.remove(["manifest.json"])
-    remote.remove(remote.sizes())
+    for name in remote.sizes():
+        if name.partition("/")[0] in names:
+            remote.get(name, folder / name)
 
 
 def is_inside(name: object) -> bool:

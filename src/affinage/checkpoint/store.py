@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import warnings
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+from absl import logging
 from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
 from orbax.checkpoint.experimental.v1.training import preservation_policies
@@ -26,6 +26,7 @@ Facts = dict[str, Any]
 CHECKPOINTS = "checkpoints"  # the folder of steps in the folder of a training
 COMMIT = "commit_success.txt"  # Orbax writes it last, when everything else of a step is on disk
 IO_TIMEOUT = 3600.0  # seconds in which every process has read or written its part of a state
+logging.set_verbosity(logging.FATAL)  # Orbax logs every file, and errors that it raises anyway
 _STEP = re.compile(r"0|[1-9]\d*")
 
 
@@ -100,11 +101,8 @@ class CheckpointStore:
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
         """Start saving trees of `jax.Array`, by name, and JSON-able facts.
 
-        The arrays may be donated or changed as soon as this returns. Waits for the save before, if it still runs. A
-        step that is already complete stays as it is.
-
-        Raises:
-            OSError: see `wait`.
+        The arrays may be donated or changed as soon as this returns. Waits for the save before, see `wait`. A step that
+        is already complete stays as it is.
         """
         self.wait()
         processes = Processes.at_work()
@@ -119,16 +117,14 @@ class CheckpointStore:
             return
         self._corrupted.discard(step)
         metadata = Metadata(step, dict(meta), checksums(state))
-        with _quiet(), self._context:
+        with self._context:
             self._running = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata.to_json())
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the save in progress is committed, and the steps that no rule keeps are removed.
 
-        With `timeout` 0, which is called after every step, this does not block.
-
-        Raises:
-            OSError: the disk did not take it; the steps before are intact.
+        With `timeout` 0, which is called after every step, this does not block. Raises OSError if the disk did not take
+        it; the steps before are intact.
         """
         if self._running is None:
             return
@@ -174,11 +170,7 @@ class CheckpointStore:
             raise self._refused(step, error) from error
 
     def restore_params(self, step: int | None, abstract: PyTree, tree: str = "params") -> PyTree:
-        """Only the parameters of a step, or another of its trees; of the newest if `step` is None.
-
-        A corrupted newest step is an error here: whoever uses or publishes a model must not get an older one unnoticed.
-        Raises UserError also if there is no checkpoint.
-        """
+        """Only the parameters of a step, or another of its trees; of the newest if `step` is None, corrupted or not."""
         if step is None:
             steps = Processes.at_work().broadcast("checkpoints", self.steps(), seconds=IO_TIMEOUT)
             if not steps:
@@ -196,11 +188,8 @@ class CheckpointStore:
 
         Incomplete and corrupted steps are named in a `CheckpointWarning` and passed over, by all processes alike.
         `abstract` is as for `restore`. `accept` gets the facts of a step before it is loaded, and may refuse it with a
-        UserError, which is raised. With `at_most` it is the newest up to this step, else the first one after it.
-
-        Raises:
-            UserError: there are steps but none can be restored; starting from nothing would hide that.
-            OSError: the network of the disk failed, which proves nothing about the steps.
+        UserError, which is raised. With `at_most` it is the newest up to this step, else the first one after it. Raises
+        UserError if there are steps but none can be restored, and OSError if the network of the disk failed.
         """
         processes = Processes.at_work()
         known = processes.broadcast("checkpoints", [*steps_in(self.folder).items()], seconds=IO_TIMEOUT)
@@ -236,7 +225,7 @@ class CheckpointStore:
     def abstract(self, step: int) -> dict[str, PyTree]:
         """All trees of a step as shapes and dtypes on one device. Raises CorruptedError if they cannot be read."""
         path, here = self.folder / str(step), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        with _agreeing(f"trees of {step}"), _quiet():
+        with _agreeing(f"trees of {step}"):
             saved = ocp.checkpointables_metadata(path).metadata
             names = {name.partition(".")[0] for name in read_metadata(path).checksums}
             trees = {name: saved.get(name, {}) for name in sorted(names)}
@@ -263,7 +252,7 @@ class CheckpointStore:
             context = ocp.Context(context)
             context.multiprocessing.primary_host = jax.process_index()
             context.multiprocessing.active_processes = {jax.process_index()}
-        with _agreeing(f"restore of {step}"), _quiet(), context:
+        with _agreeing(f"restore of {step}"), context:
             as_saved = jax.tree.unflatten(jax.tree.structure(dict(wanted)), abstract)
             loaded = dict(ocp.load_checkpointables(path, as_saved))
         with _agreeing(f"checksums of {step}"):
@@ -272,12 +261,9 @@ class CheckpointStore:
         return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), loaded, wanted), metadata.facts
 
     def _refused(self, step: int, error: Exception) -> UserError:
-        reason, fix = "there is none of this step", "Train the model first."
-        if others := ", ".join(f"@{other}" for other in self.steps() if other != step):
-            fix = f"Name another one: {others}."
-        if step in steps_in(self.folder):
-            reason = first_line(error)
-            fix = f"{fix} Or remove it: its recipe resumes from the one before." if others else ""
+        others = ", ".join(f"@{other}" for other in self.steps() if other != step)
+        reason = first_line(error) if step in steps_in(self.folder) else "there is none of this step"
+        fix = f"Name another one: {others}." if others else "Train the model first."
         return UserError(f"checkpoint {step} cannot be restored: {reason}", where=str(self.folder), fix=fix)
 
 
@@ -291,8 +277,6 @@ def steps_in(folder: Path) -> dict[int, str]:
     for path in sorted(paths, key=lambda path: int(path.name)):
         is_complete = all((path / name).exists() for name in (METADATA, COMMIT))
         steps[int(path.name)] = "" if is_complete else "it is incomplete: its save was cut off"
-        if os.path.islink(path):
-            steps[int(path.name)] = "it is a symbolic link, and could lead anywhere"
     return steps
 
 
@@ -311,10 +295,8 @@ def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> 
 
 
 def _remove(path: Path) -> None:
-    """Remove a step, its marks first, so that half a step never looks complete; of a link, the link alone."""
-    if os.path.islink(path):
-        os.unlink(path)
-    elif path.is_dir():
+    """Remove a step, its marks first, so that half a step never looks complete."""
+    if path.is_dir():
         for name in (COMMIT, METADATA):
             (path / name).unlink(missing_ok=True)
         epath.Path(path).rmtree()
@@ -336,14 +318,3 @@ def _agreeing(name: str) -> Iterator[None]:
         reason = first_line(first)
     if not Processes.at_work().all_min(name, int(not reason), seconds=IO_TIMEOUT):
         raise CorruptedError(reason or "another process cannot read it")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, Orbax does not log every file, nor errors of its tasks that it raises anyway."""
-    before = logging.root.manager.disable
-    logging.disable()
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -95,7 +95,7 @@ def chat(
     max_model_len: MaxLenOption = None,
     runs: RunsOption = RUNS,
 ) -> None:
-    """Talk with a model. Commands: /reset, /system TEXT, /save FILE, /help, /quit.
+    """Talk with a model. Commands: /reset, /system TEXT, /help, /quit.
 
     Example: affinage chat quickstart "What is the currency of France?"
     """

@@ -44,10 +44,9 @@ def show(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonO
     Example: affinage checkpoint show quickstart/pretrain@2200
     """
     store, steps = _steps(checkpoint, runs)
-    from affinage.checkpoint.metadata import arrays
-
     metadata = store.metadata(steps[-1])
-    facts = {"step": steps[-1], "fingerprint": metadata.fingerprint, "arrays": arrays(metadata)}
+    arrays = {path: f"{dtype} {shape}" for path, (dtype, shape, _) in metadata.checksums.items()}
+    facts = {"step": steps[-1], "fingerprint": metadata.fingerprint, "arrays": arrays}
     emit(metadata.facts | facts, as_json)
 
 

@@ -31,7 +31,7 @@ def evaluate(
     limit: Annotated[int | None, opt("Items per task; default all.", min=1)] = None,
     num_fewshot: Annotated[int | None, opt("Examples before a question; default: as the task defines.", min=0)] = None,
     apply_chat_template: Annotated[Literal["auto", "true", "false"] | None, opt(_TEMPLATE)] = None,
-    batch_size: Annotated[int | None, opt("Whole sequences at once; default: what fits, to 64.", min=1)] = None,
+    batch_size: Annotated[int | None, opt("Whole sequences at once; default: by its context.", min=1)] = None,
     contamination: Annotated[bool | None, opt(_CONTAMINATION)] = None,
     mesh: options.MeshOption = None,
     max_model_len: options.MaxLenOption = None,
@@ -94,8 +94,8 @@ def _evaluate_model(
     from affinage.config.recipe import EvaluateSettings
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
-    from affinage.pipeline.eval_results import contamination_search
     from affinage.pipeline.models import made_from, recorded, results_folder
+    from affinage.pipeline.steps_eval import contamination_search
     from affinage.stopping import StopSignals
 
     if target.run is not None and settings["tasks"] is None:
@@ -147,8 +147,7 @@ def _view(results: dict[str, Any]) -> "Iterator[str | Table]":
     if rows:
         yield table(rows)
     else:
-        bits = [f"{name} {_number(of['model'])}" for name, of in results.get("bits_per_byte", {}).items()]
-        yield "No task was scored." + (f" Bits per byte: {', '.join(bits)}." if bits else "")
+        yield "No task was scored."
     cut = [f"{entry['truncated']:,} of {task}" for task, entry in tasks.items() if entry.get("truncated")]
     notes = {
         "Asked in the chat template": [task for task, entry in tasks.items() if entry.get("chat_template")],

@@ -21,8 +21,7 @@ def graph(
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     loaded, run = load(recipe, overrides, runs, lenient=True)
-    from affinage.model.analysis import parameters, summary_table
-    from affinage.model.graph import parse
+    from affinage.model.graph import parameters, parse, summary_table
     from affinage.model.layer import SEQUENCE
     from affinage.registry import load_plugins
     from affinage.results import TokenizerResult, read_result

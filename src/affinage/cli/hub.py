@@ -15,7 +15,6 @@ from affinage.cli.options import app, arg, find, model_of, opt, warn
 from affinage.cli.output import working
 from affinage.cli.run import run_own_steps
 from affinage.errors import UserError
-from affinage.paths import from_home
 
 if TYPE_CHECKING:
     from affinage.pipeline.models import Target
@@ -28,7 +27,6 @@ _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !",
 def import_(
     source: Annotated[str, arg("FOLDER_OR_HUB_ID", "Llama, Mistral, Mixtral, Qwen 2 or 3, GPT-2.")],
     to: Annotated[Path | None, opt("Where to write; default: its name, here.", "--to", metavar="DIR")] = None,
-    chat_tokens: Annotated[bool, opt("Give it <|im_start|> and <|im_end|> if it lacks them.", "--chat-tokens")] = False,
 ) -> None:
     """Import a model of the Hugging Face Hub: a MODEL for every verb, and a recipe to train it further.
 
@@ -39,14 +37,14 @@ def import_(
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip("._-") or "imported"
     folder = to or Path(name)
     _must_be_new(folder)
-    from affinage.hub.read import local_copy
-    from affinage.model.analysis import parameters
+    from affinage.hub.folder import local_copy
+    from affinage.model.graph import parameters
     from affinage.pipeline.opening import import_model
 
     with working(f"importing {source}"):
-        place = from_home(source)
+        place = Path(os.path.expanduser(source))
         origin = os.path.abspath(place) if place.is_dir() else source
-        hub = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
+        hub = import_model(local_copy(source), folder, name, origin=origin)
     family, context, vocabulary = hub.architecture.family, hub.architecture.context, hub.graph.vocabulary
     if hub.architecture.ignored:
         warn(f"config.json has keys without a meaning for a {family}: {', '.join(hub.architecture.ignored)}")
@@ -69,22 +67,21 @@ def export(
     base: Annotated[str | None, opt("With --adapter: the model below it, a folder or hub id.", metavar="BASE")] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
     check_gguf: Annotated[bool, opt("Convert with llama.cpp and compare with it.", "--verify-gguf")] = False,
-    push: Annotated[str | None, opt("Upload it to the Hugging Face Hub; needs HF_TOKEN.", metavar="REPO_ID")] = None,
-    public: Annotated[bool, opt("With --push: a new repository is public.", "--public")] = False,
 ) -> None:
     """Write the Hugging Face folder of any model; or of a run's last one, as a step of the run.
 
-    A run that has written it already is not exported again: --verify and --push take its folder.
+    A run that has written it already is not exported again: --verify takes its folder. `hf upload OWNER/NAME FOLDER`
+    puts a folder on the Hugging Face Hub.
 
     Examples: affinage export quickstart --verify
 
-    affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16 --push me/my_model
+    affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16
 
     affinage export quickstart/sft --adapter --to my_adapter
     """
     chosen: dict[str, Any] = {"dtype": dtype, "license": license}
     chosen = {name: value for name, value in chosen.items() if value}
-    if adapter and (to is None or check or check_gguf or push is not None):
+    if adapter and (to is None or check or check_gguf):
         fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
         raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
     if to is not None and (overrides or force):
@@ -99,16 +96,10 @@ def export(
         if adapter:
             _write_adapter(target, runs, to, base)
             return
-        _write_model(target, state, runs, to, push or to.name, **chosen)
+        _write_model(target, state, runs, to, **chosen)
     if check or check_gguf:
         _compare(model, runs, to, check, check_gguf)
     print(f"The model is in {to}.")
-    if push is not None:
-        from affinage.hub.read import push as upload
-
-        with working(f"uploading to {push}"):
-            address = upload(to, push, private=not public)
-        print(f"The model is at {address}.")
 
 
 def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
@@ -135,20 +126,19 @@ def _write_model(
     state: dict[str, Any],
     runs: Path,
     to: Path,
-    place: str,
     license: str | None = None,
     **how: Any,
 ) -> None:
     """Export a model, with a card of what its run knows and, if it is not trained to its end, how far it is."""
-    from affinage.hub.card import CardFacts
-    from affinage.hub.export import export as write
-    from affinage.pipeline.models import is_tuned, recorded, release_of, results_of
+    from affinage.hub.folder import CardFacts
+    from affinage.hub.folder import export as write
+    from affinage.pipeline.models import is_tuned, license_of, recorded, results_of
     from affinage.pipeline.opening import open_model
     from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
 
     of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
-    license, sampling = release_of(target.path, license or of_run.get("license"))
+    license = license or of_run.get("license") or license_of(target.path)
     results = results_of(target.path, target.run) if target.run is not None and target.step is None else {}
     facts = CardFacts(license)
     if target.run is not None and results:
@@ -158,11 +148,11 @@ def _write_model(
         facts = replace(facts, training={**facts.training, "Checkpoint": options.describe(state)})
     # The name of the model may be a path, and a card does not show this machine's folders.
     model = replace(open_model(target, runs), name=target.path.name if Path(target.name).is_absolute() else target.name)
-    write(model, to, facts=facts, place=place, sampling=sampling, **how)
+    write(model, to, facts=facts, place=to.name if to.is_absolute() else str(to), **how)
 
 
 def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> None:
-    from affinage.hub.export import write_adapter
+    from affinage.hub.folder import write_adapter
     from affinage.pipeline.models import facts_of
     from affinage.pipeline.opening import open_adapters
 

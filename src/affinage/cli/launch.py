@@ -26,7 +26,6 @@ def launch(
     overrides: options.SetOption = None,
     runs: options.RunsOption = options.RUNS,
     until: options.UntilOption = None,
-    max_preemptions: Annotated[int, opt("Restarts after a process was preempted.", min=0)] = 1000,
     max_failures: Annotated[int, opt("Restarts after a process was killed or failed.", min=0)] = 10,
     grace: Annotated[float, opt("Seconds to save in when this program is stopped.", min=1)] = 35.0,
     address: Annotated[
@@ -70,8 +69,7 @@ def launch(
             )
             cleanup.callback(launcher.close)
             start = launcher.start
-        limits = {"max_preemptions": max_preemptions, "max_failures": max_failures}
-        status = supervise(start, words, **limits, grace=grace, say=write)
+        status = supervise(start, words, max_failures=max_failures, grace=grace, say=write)
     raise typer.Exit(status)
 
 

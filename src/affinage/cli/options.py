@@ -13,7 +13,7 @@ from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
-    from affinage.generation.model import LoadedModel
+    from affinage.generation.engine import LoadedModel
     from affinage.pipeline.models import Target
 
 RUNS = Path("runs")

@@ -17,7 +17,7 @@ from affinage.hardware.chips import Slice, find_slice, memory_text
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.model import Graph
-    from affinage.planning.compiled import Attempt, CompileReport
+    from affinage.planning.compiled import CompileReport
     from affinage.planning.plan import Plan, Training
 
 _BEST = 3  # settings that --search prints
@@ -82,9 +82,9 @@ def plan(
 
         facts, rows = [], []
         for made, efficiency in scaled(loaded, graph, curve, where):
-            facts.append(made.to_dict() | {"efficiency": efficiency, "why": made.time.shares})
-            rows.append(_row(made, *"slice chips rows mesh step tokens/s MFU total cost".split()))
-            rows[-1] |= {"of ideal": f"{efficiency:.0%}", "a step is": made.time.shares}
+            facts.append(made.to_dict() | {"efficiency": efficiency})
+            columns = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU", "total", "cost", "bound by")
+            rows.append(_row(made, *columns) | {"of ideal": f"{efficiency:.0%}"})
         emit({"curve": facts}, as_json, [table(rows)])
     elif search:
         _search(planned, where, compile_step, as_json)
@@ -152,11 +152,12 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
 
 def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Iterator[str | Table]:
     """What a training needs and takes, part by part, and the compiler's report; `extent` is the part of the recipe."""
+    from affinage.data.dataloader import repetition
+
     where, facts, memory, time = made.where, made.facts, made.memory, made.time
     shape = "x".join(map(str, where.shape))
     chips = f"{where.chips} × {where.chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
     yield f"{made.recipe.name} on {where.name}: {chips}; mesh: {_mesh(made.device.sizes) or 'one device'}"
-    yield from [str(made.choice)] if made.choice else []
     yield f"{extent}\n"
     whole = f" ({facts.parameters:,} in total)" if facts.active != facts.parameters else ""
     steps = f"{counted(facts.steps, 'step')} × {counted(facts.rows, 'row')} × {facts.context:,} tokens"
@@ -165,17 +166,17 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
     yield f"{facts.flops:.3g} FLOPs to train, counted node by node; 6·N·D = {facts.flops_by_rule:.3g}"
     if facts.epochs is not None:
         yield f"{facts.epochs:.2f} epochs over {facts.data_tokens:,} tokens of training data"
+        yield from [f"{made.section} {advice}"] if (advice := repetition(facts.epochs)) else []
     disk = memory_text(made.save_bytes * (made.recipe.runtime.checkpoint.keep_last + 1))
     yield f"a checkpoint takes {memory_text(made.save_bytes)}; those that are kept and the next take {disk} of disk\n"
-    parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size and name != "host"}
+    parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size}
     parts |= {f"estimate: {'fits' if made.fits else 'does not fit'}": memory.total, "a program may take": made.capacity}
-    parts |= {"beside it, in the host's memory": memory.host} if memory.host else {}
     yield Table(("memory of a device", ""), [(name, memory_text(size)) for name, size in parts.items()])
     if report is not None:
         peak = memory_text(report.peak_bytes) if report.peak_bytes else "memory unknown"
         off = f"the estimate is {memory.total / report.peak_bytes - 1:+.1%} off" if report.fits else report.message
         verdict = "fits" if report.fits else "does not fit"
-        yield f"compiler: {verdict}, {peak} after {report.seconds:.0f} s; {off}"
+        yield f"compiler: {verdict}, {peak}; {off}"
         for name, counts in (("collectives", report.collectives), ("attention", report.attention)):
             if counts is not None:
                 yield f"  {name} in the program: {', '.join(f'{n} {kind}' for kind, n in counts.items()) or 'none'}"
@@ -196,13 +197,13 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
     yield Table(("seconds of a step", *columns.values(), "bound by"), rows, left=(0, len(columns) + 1))
     mfu = "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
     cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour"
-    source = f" ({made.price_source})" if cost else ""
-    speed = f"{made.tokens_per_second:,.0f} tokens/s{mfu}; {duration(made.seconds)} in total{cost}{source}"
+    if cost and made.price != made.recipe.hardware.price:
+        cost += " (remembered in 2025; set hardware.price)"
+    speed = f"{made.tokens_per_second:,.0f} tokens/s{mfu}; {duration(made.seconds)} in total{cost}"
     yield "\n" + ("" if made.fits else "if it fitted: ") + speed
     yield from (f"\nWarning: {warning}" for warning in made.warnings)
     yield from ["\nClaims that cannot be true:"] if made.contradictions else []
-    for claim in made.contradictions:
-        yield f"  {claim.claim}: {claim.what}" + (f"; {claim.reading}" if claim.reading else "")
+    yield from (f"  {claim}: {what}" for claim, what in made.contradictions.items())
 
 
 # ---- tables of plans ----
@@ -296,22 +297,21 @@ def _capacity(planned: _Planned, where: Slice, width: int, tries: int, as_json: 
         fix = "affinage plan capacity --width ..."
         raise UserError(f"{planned.name} has no node `blocks`", where="--width", fix=fix)
 
-    def progress(attempt: "Attempt") -> None:
-        report = attempt.report
+    def progress(layers: int, parameters: int, report: "CompileReport") -> None:
         fits = f"{'fits' if report.fits else 'refused'}, {memory_text(report.peak_bytes)}"
-        line = f"{attempt.layers} layers, {attempt.parameters / 1e9:.1f}B: {fits}, after {report.seconds:.0f} s"
-        print(line, file=sys.stderr, flush=True)
+        print(f"{layers} layers, {parameters / 1e9:.1f}B: {fits}", file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]
-    tried, largest, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
-    facts = {"layers": largest.layers, "parameters": largest.parameters, "seconds": made.time.seconds}
-    model = f"{largest.parameters / 1e9:.1f}B parameters, {largest.layers} layers of width {width}"
+    reports, layers, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
+    facts: dict[str, Any] = {"layers": layers, "parameters": made.facts.parameters, "seconds": made.time.seconds}
+    model = f"{made.facts.parameters / 1e9:.1f}B parameters, {layers} layers of width {width}"
     view = [f"\n{where.name}: {model}; predicted: {made.time.seconds:.2f} s a step"]
     if (where.name, width) in FAX:  # its feed-forward width and heads are not published
         parameters, seconds = FAX[where.name, width]
-        facts["times_fax"] = largest.parameters / parameters
+        facts["times_fax"] = made.facts.parameters / parameters
         times = f"{facts['times_fax']:.2f} times as many"
         view.append(f"FAX reached {parameters / 1e9:.1f}B at {seconds:.2f} s a step: {times}.")
     words = [word for each in chosen for word in ("--set", each)]
     view.append("\n" + command("plan", planned.name, "--on", where.name, *words))
-    emit(facts | {"overrides": chosen, "attempts": [asdict(each) for each in tried]}, as_json, view)
+    facts |= {"overrides": chosen, "attempts": {tried: vars(report) for tried, report in reports.items()}}
+    emit(facts, as_json, view)

@@ -161,7 +161,7 @@ def run_pipeline(
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
         loaded, run_folder = load(name, settings.overrides, settings.runs)
         runs = settings.runs if run_folder is None else run_folder.parent  # a run named by its path is run where it is
-        from affinage.cli.watch import Watch, show_plan, show_result, warn_of
+        from affinage.cli.watch import Watch, show_plan, show_result
         from affinage.cluster.processes import init_distributed
         from affinage.hardware.devices import prepare
         from affinage.pipeline.build import build_steps
@@ -180,7 +180,6 @@ def run_pipeline(
             plan = runner.plan()
             runner.check(plan)
             show_plan(plan, settings.as_json)
-            warn_of(plan)
             return runner.folder
         heartbeat = recipe.runtime.heartbeat_timeout
         with init_distributed(heartbeat) as processes, only_data_on_stdout(settings.as_json):
@@ -196,7 +195,6 @@ def run_pipeline(
                 raise UserError(f"steps that come before are not complete: {', '.join(before)}", where=name, fix=fix)
             with processes.all_at_work():  # the mesh is of all their devices
                 runner.check(plan)
-            warn_of(plan)
             if recipe.pretrain is not None and recipe.pretrain_tokens is not None and "pretrain" in waiting:
                 tokens = f"pretrain: {recipe.pretrain.steps:,} steps, {recipe.pretrain_tokens:,} tokens"
                 screen().print(tokens, highlight=False)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from affinage import results
-from affinage.cli.options import warn
 from affinage.cli.output import Table, counted, emit, listed, screen, working
 from affinage.durations import duration
 from affinage.pipeline.models import TRAININGS, command
@@ -55,20 +54,11 @@ def _print(name: str, text: str) -> None:
 
 def show_plan(steps: Sequence[PlannedStep], as_json: bool) -> None:
     """List the steps, which of them would run, and why."""
-    rows = [
-        {"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key, "unchecked": s.unchecked}
-        for s in steps
-    ]
+    rows = [{"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps]
     shown = [(s.name, "stays" if s.complete else "runs", s.reason) for s in steps]
     waiting = sum(not step.complete for step in steps)
     table = Table(("step", "", "why"), shown, left=(0, 1, 2))
     emit(rows, as_json, [table, "", f"{waiting} of {counted(len(steps), 'step')} would run."])
-
-
-def warn_of(plan: Sequence[PlannedStep]) -> None:
-    """Print the sources whose version no server gave."""
-    for url, why in {url: why for step in plan for url, why in step.unchecked.items()}.items():
-        warn(f"cannot check whether {url} has changed: {why}")
 
 
 def show_result(

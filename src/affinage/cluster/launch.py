@@ -1,13 +1,8 @@
-"""Starting the processes of a run, ending them together, and starting them again.
-
-A `WorkerGroup` has one process for each worker, on this machine (`start_local`) or on the machines of a Ray cluster
-(`affinage.cluster.ray_launch`). `supervise` starts it and watches over it.
-"""
+"""Starting the processes of a run on this machine; wherever they are, ending them together and starting them again."""
 
 import contextlib
 import os
 import queue
-import re
 import signal
 import socket
 import subprocess
@@ -33,8 +28,6 @@ _PAUSE = 10.0  # seconds
 _DEAD_WITHIN = 10.0  # seconds for the kernel to take a killed process away
 _LOOK_EVERY = 0.05  # seconds
 _THREADS = "16"  # of XLA's pool: with fewer, the collectives of several CPU devices of a process wait for each other
-# Gloo prints these to standard output, and its threads write into each other's lines.
-_NOISE = re.compile(rb"\[Gloo\]|is connected to \d+ peer ranks|Expected number of connected peer ranks")
 
 
 @dataclass(frozen=True)
@@ -126,22 +119,18 @@ class WorkerProcess:
 
     def _read(self) -> None:
         for line in self._process.stdout or ():
-            if not _NOISE.search(line):
-                self._lines.put(line.decode(errors="replace").rstrip())
+            self._lines.put(line.decode(errors="replace").rstrip())
 
     def news(self) -> tuple[list[str], int | None]:
-        """See `Worker`."""
         status = self._process.poll()
         if status is not None:
             self._thread.join(1.0)  # what it started may hold its output open, and is not waited for
         return [self._lines.get() for _ in range(self._lines.qsize())], status
 
     def send(self, number: signal.Signals) -> None:
-        """See `Worker`."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """See `Worker`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -193,7 +182,6 @@ def supervise(
     start: Callable[[Sequence[str]], WorkerGroup],
     command: Sequence[str],
     *,
-    max_preemptions: int = 1000,
     max_failures: int = 10,
     reset_after: float = 3600.0,
     grace: float = 35.0,
@@ -201,39 +189,32 @@ def supervise(
 ) -> int:
     """Run a command of `affinage`, e.g. ["run", "recipe.yaml"], in all workers until it is done; `start` starts them.
 
-    When one is lost all start again: `max_preemptions` times after one was preempted, saved, and left with status 75;
-    `max_failures` times after one was killed or failed, or could not be started. Both are counted from zero after a
-    start that lasted `reset_after` seconds. An error of the first start is raised.
+    When one is lost all start again: always after one was preempted, saved, and left with status 75; `max_failures`
+    times after one was killed or failed, or could not be started, counted from zero after a start that lasted
+    `reset_after` seconds. An error of the first start is raised.
 
     SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have `grace` seconds to save in, and nothing is
-    started again. Nothing that was started runs afterwards.
-
-    Returns:
-        The exit status for this process: 0 done, 2 a mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
+    started again. Nothing that was started runs afterwards. Returns the exit status for this process: 0 done, 2 a
+    mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
     """
-    allowed = {"preemptions": max_preemptions, "failures": max_failures}
-    used, received = dict.fromkeys(allowed, 0), list[signal.Signals]()
-    group, starting = None, False
+    received = list[signal.Signals]()
+    group: WorkerGroup | None = None
+    starts = failures = 0
 
     def receive(number: int, frame: FrameType | None) -> None:
-        nonlocal starting
         received.append(signal.Signals(number))
-        if starting:  # which may wait for machines
-            starting = False
+        if group is None:  # its start may wait for machines
             raise Preempted(f"{received[-1].name} before all workers had started")
 
     with handled_by(receive):
         while True:
-            began = time.monotonic()
+            began, group, starts = time.monotonic(), None, starts + 1
             try:
-                starting = True
                 group = start(command)
-                starting = False
                 decisive = _watch(group, received, grace)
                 reason, status = str(decisive), decisive.status
             except Exception as error:
-                starting = False
-                if group is None:
+                if group is None and starts == 1:
                     raise
                 reason, status = masked(f"{type(error).__name__}: {first_line(error)}"), 1
             if received:
@@ -242,13 +223,12 @@ def supervise(
                 return status
             lasted = time.monotonic() - began
             if lasted >= reset_after:
-                used = dict.fromkeys(used, 0)
-            kind = "preemptions" if status == EXIT_PREEMPTED else "failures"
-            used[kind] += 1
-            if used[kind] > allowed[kind]:
-                say(f"launch: {reason}; given up after {allowed[kind]} {kind}")
-                return EXIT_PREEMPTED if status == EXIT_PREEMPTED else 1
-            say(f"launch: {reason}; all start again ({used[kind]} of {allowed[kind]} {kind})")
+                failures = 0
+            failures += status != EXIT_PREEMPTED
+            if failures > max_failures:
+                say(f"launch: {reason}; given up after {max_failures} failures")
+                return 1
+            say(f"launch: {reason}; all start again ({failures} of {max_failures} failures)")
             until = time.monotonic() + (_PAUSE if lasted < _QUICK and status >= 0 else 0.0)
             while time.monotonic() < until and not received:
                 time.sleep(_LOOK_EVERY)

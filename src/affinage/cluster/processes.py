@@ -1,8 +1,7 @@
 """The processes of a run: which of them this one is, how they find each other, and what they agree on.
 
-A process has its own devices; on a pod of TPUs there is one on each machine. All of them run the same code in the same
-order. What they must agree on goes through the key-value store of JAX's coordination service. When a process dies or
-stops answering, the heartbeats of that service end all others; `affinage launch` starts them again.
+All of them run the same code in the same order, and agree through the key-value store of JAX's coordination service,
+whose heartbeats end all of them when one dies or stops answering.
 """
 
 import collections
@@ -28,7 +27,6 @@ _TO_AGREE = 300.0  # seconds; once all processes are there, agreeing takes milli
 _TO_SHUT_DOWN = 60  # seconds
 _LAST_TO_LEAVE = 1.0  # seconds: JAX aborts the others, which may be about to leave, too, when the first one is gone
 _SLICE = 0.5  # seconds of a wait during which Python's signal handlers do not run
-_BROADCASTS_A_BARRIER = 100  # after as many broadcasts all processes meet once, so that old keys can be deleted
 
 
 class ProcessLost(TransientError):
@@ -53,7 +51,6 @@ class Processes:
     notify_preemption: Callable[[], None] = lambda: None  # has JAX agree with all processes on a step to stop at
     current: ClassVar["Processes"]  # this process alone, until `init_distributed` is entered
     _calls: collections.Counter[str] = field(default_factory=collections.Counter)
-    _stale: list[str] = field(default_factory=list)
     _together: bool = False
 
     @property
@@ -89,7 +86,7 @@ class Processes:
             return value
         from jax.errors import JaxRuntimeError
 
-        key, number = self._key("broadcast", name)
+        key = self._key("broadcast", name)
         text = json.dumps(value) if self.first else ""
         if self.first:
             self._client.key_value_set(key, text)
@@ -102,19 +99,15 @@ class Processes:
                     raise ProcessLost(f"process 0 cannot be reached: {first_line(error)}") from error
                 if time.monotonic() >= until:
                     raise ProcessLost(f"process 0 has not announced `{name}` within {seconds:g} s") from error
-        self._stale.append(key)
-        if number % _BROADCASTS_A_BARRIER == 0:
-            self.barrier(name)
         return json.loads(text)
 
     def all_min(self, name: str, value: int, *, seconds: float = _TO_AGREE) -> int:
         """Return the smallest of the values of all processes. All processes must call this equally often."""
         if self.count == 1:
             return value
-        key, _ = self._key("gather", name)
+        key = self._key("gather", name)
         self._client.key_value_set(f"{key}/{self.index}", str(value))
         self.barrier(name, seconds=seconds)
-        self._stale.append(key)
         return min(int(text) for _, text in self._client.key_value_dir_get(key))
 
     def barrier(self, name: str, *, seconds: float = _TO_AGREE) -> None:
@@ -124,18 +117,15 @@ class Processes:
         from jax.errors import JaxRuntimeError
 
         try:
-            self._client.wait_at_barrier(self._key("barrier", name)[0], int(1000 * seconds))
+            self._client.wait_at_barrier(self._key("barrier", name), int(1000 * seconds))
         except JaxRuntimeError as error:
             what = f"not all processes came to `{name}` within {seconds:g} s: {first_line(error)}"
             raise ProcessLost(what) from error
-        for stale in self._stale if self.first else ():  # all have read what was announced before
-            self._client.key_value_delete(stale)
-        self._stale.clear()
 
-    def _key(self, kind: str, name: str) -> tuple[str, int]:
+    def _key(self, kind: str, name: str) -> str:
         call = f"affinage/{kind}/{name}"
         self._calls[call] += 1  # by name, as threads may call this in another order
-        return f"{call}/{self._calls[call]}", self._calls[call]
+        return f"{call}/{self._calls[call]}"
 
     @property
     def _client(self) -> Any:
@@ -151,11 +141,8 @@ _joined: Placement | None = None
 def placement() -> Placement | None:
     """Return the place that the environment gives this process; None if it is alone.
 
-    AFFINAGE_COORDINATOR, AFFINAGE_NUM_PROCESSES and AFFINAGE_PROCESS_ID give it, or AFFINAGE_COORDINATOR=auto leaves it
-    to JAX, which knows Slurm, Open MPI, Kubernetes and pods of TPUs.
-
-    Raises:
-        UserError: for variables that are missing or contradict each other.
+    AFFINAGE_COORDINATOR=auto leaves it to JAX, which knows Slurm, Open MPI, Kubernetes and pods of TPUs. UserError:
+    variables are missing, or contradict each other.
     """
     coordinator, count, index = (os.environ.get(name, "") for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID))
     if coordinator in ("", DETECT):

@@ -12,18 +12,12 @@ import affinage
 from affinage.errors import UserError, first_line
 
 
-def connect(address: str, cpus: int | None, *, where: str, temporary: Path | None = None) -> Any:
+def connect(address: str, cpus: int | None, *, where: str) -> Any:
     """Return Ray's module, connected; the caller calls its `shutdown`. An existing connection is taken.
 
-    Args:
-        address: of a running cluster (`auto`, `HOST:6379`, `ray://HOST:10001`), to which Ray ships this code; ""
-            starts one on this machine, which listens on the loopback address only and requires a token.
-        cpus: of a cluster that is started here; None for all.
-        where: the setting or option that says where the cluster is, for messages.
-        temporary: where a Ray that is started here keeps its sockets and logs; its path must be short.
-
-    Raises:
-        UserError: Ray is not installed or does not answer.
+    `address` is of a running cluster (`auto`, `HOST:6379`, `ray://HOST:10001`), to which Ray ships this code; "" starts
+    one on this machine, with `cpus` (None for all), which listens on the loopback address only and requires a token.
+    UserError at `where`: Ray is missing, or does not answer.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing is reported to its makers
     if not address:
@@ -45,7 +39,6 @@ def connect(address: str, cpus: int | None, *, where: str, temporary: Path | Non
         options["runtime_env"] = {"py_modules": [str(Path(affinage.__file__).parent)]}
     else:
         options |= {"num_cpus": cpus, "include_dashboard": False}
-        options |= {"_temp_dir": str(temporary)} if temporary else {}
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:

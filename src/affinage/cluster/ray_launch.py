@@ -26,13 +26,10 @@ _NEWS_EVERY = 0.5  # seconds
 class RayLauncher:
     """Starts `workers` on the machines of a Ray cluster, one on each, or at least `min_workers` if it has fewer.
 
-    `address` is that of a running cluster (`auto`, `HOST:6379`); "" starts one here, on the loopback address. Each has
-    `devices`, played by its CPU, or all accelerators of its machine. `files` (path here -> content) are put on every
-    machine that does not have the same, and words of the command that are such a path become the path there. `say`
-    takes the lines that workers print, each with the number of its worker before it. `program` are the words that run a
-    command; by default those of the machine's Python and the code that Ray has shipped.
-
-    The process of a worker ends with its actor: with Ray's worker process, its raylet, its machine, or this driver.
+    For `address` see `connect`. Each has `devices`, played by its CPU, or all accelerators of its machine. `files`
+    (path here -> content) are put on every machine that does not have the same, and words of the command that are such
+    a path become the path there. `program` are the words that run a command; by default those of the machine's Python
+    and the code that Ray has shipped. The process of a worker ends with its actor.
     """
 
     def __init__(
@@ -116,7 +113,6 @@ class RayWorker:
         self._ray, self._answer = ray, None  # to the last question for news
 
     def news(self) -> tuple[list[str], int | None]:
-        """See `Worker`."""
         self._answer = self._answer or self.actor.news.remote()
         if not self._ray.wait([self._answer], timeout=0)[0]:
             return [], None
@@ -128,20 +124,18 @@ class RayWorker:
         return lines, status
 
     def send(self, number: signal.Signals) -> None:
-        """See `Worker`."""
         self.actor.send.remote(number)
 
     def kill(self) -> None:
-        """See `Worker`."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.get(self.actor.kill.remote(), timeout=_TO_KILL)
         self._ray.kill(self.actor)
 
 
-class RemoteProcess:
-    """The actor on a machine of the cluster. What is called before `start` fails."""
+class RemoteProcess(WorkerProcess):
+    """The actor on a machine of the cluster, whose process is there after `start`."""
 
-    _process: WorkerProcess
+    def __init__(self) -> None: ...
 
     def reserve_port(self) -> str:
         """Return ADDRESS:PORT of this machine, for process 0 to listen on."""
@@ -163,21 +157,12 @@ class RemoteProcess:
         code = str(Path(affinage.__file__).parents[1])
         path = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")]))
         words = [there.get(word, word) for word in words]
-        self._process = WorkerProcess(words, {**os.environ, **environment, "PYTHONPATH": path})
+        super().__init__(words, {**os.environ, **environment, "PYTHONPATH": path})
 
     def news(self) -> tuple[list[str], int | None]:
-        """Return what `WorkerProcess.news` does, after waiting a little for some."""
         until = time.monotonic() + _NEWS_EVERY
         while True:
-            lines, status = self._process.news()
+            lines, status = super().news()
             if lines or status is not None or time.monotonic() >= until:
                 return lines, status
             time.sleep(0.02)
-
-    def send(self, number: signal.Signals) -> None:
-        """Send the process a signal."""
-        self._process.send(number)
-
-    def kill(self) -> None:
-        """Kill the process, if it runs."""
-        self._process.kill()

@@ -12,7 +12,6 @@ from affinage.config.yaml import parse
 
 POCKET_WORLD = "pocket-world"
 POCKET_BYTES = 3_000_000  # of the pocket world, where a recipe gives no size
-_PLACE = ("path", "dataset", "config", "data_dir", "split", "revision")
 _SUFFIX = re.compile(
     r"\.(txt|md|markdown|jsonl|ndjson|parquet|warc|wet|xml)(\.(gz|zst|bz2|xz))?$|\.(gz|zst|bz2|xz)$", re.IGNORECASE
 )
@@ -48,9 +47,18 @@ class PlaceSettings(Settings):
         return self
 
     @property
+    def place(self) -> str:
+        """The path, or the name of the dataset."""
+        return self.path or self.dataset
+
+    @property
     def title(self) -> str:
-        """Its name, or one made from where it is; safe as a part of a file name."""
-        return safe_name(self.name) if self.name else default_name(self.path or f"{self.dataset}/{self.config}")
+        """Its name, or the last part of its place without suffixes and globs; safe as a part of a file name."""
+        if self.name:
+            return safe_name(self.name)
+        parts = re.split(r"[/\\]", self.path or f"{self.dataset}/{self.config}")
+        parts = [part for part in parts if part and not re.search(r"[*?\[]", part)]
+        return safe_name(_SUFFIX.sub("", parts[-1])) if parts else "source"
 
 
 class SourceSettings(PlaceSettings):
@@ -72,14 +80,10 @@ class SourceSettings(PlaceSettings):
     """Key of a document's id; without one, its place in the file."""
     url_key: str = "url"
     """Key of its URL, or a pattern of other keys: https://example.org/{repository}/{path}."""
-    license_key: str = ""
-    """Key of its license; by default licence or license."""
-    filter: dict[str, str | tuple[str, ...]] = {}
-    """Keep only the records whose key has this value, or one of these."""
+    license_key: str = "license"
+    """Key of its license."""
     max_bytes: Bytes | None = None
     """Maximum amount of text, such as 40MB; of the pocket world, the amount that is generated."""
-    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    """Hash of the file at a web address, checked after the download."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,15 +95,13 @@ class SourceSettings(PlaceSettings):
             raise ValueError(f"there is no preset {name!r}; there are {', '.join(_presets())}")
         language = str(value.get("language") or preset.get("language", "")).lower()
         elsewhere = value.get("path") or value.get("dataset")
-        filled = {key: text for key, text in preset.items() if not (elsewhere and key in _PLACE)}
+        filled = {key: text for key, text in preset.items() if not (elsewhere and key in PlaceSettings.model_fields)}
         if not language and any("{language}" in text for text in filled.values()):
             raise ValueError(f"the preset {name!r} needs a `language`")
         return {key: text.replace("{language}", language) for key, text in filled.items()} | value
 
     @model_validator(mode="after")
     def _consistent(self) -> "SourceSettings":
-        if self.sha256 and not self.path.startswith(("http://", "https://")):
-            raise ValueError("`sha256` is checked of files that are downloaded from a web address")
         if self.trust_language and not self.language:
             raise ValueError("`trust_language` needs a `language`")
         return self
@@ -130,12 +132,6 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).strip("._") or "source"
 
 
-def default_name(path: str) -> str:
-    """Return the last part of a path, without suffixes or globs: the name of a source without one."""
-    parts = [part for part in re.split(r"[/\\]", path) if part and not re.search(r"[*?\[]", part)]
-    return safe_name(_SUFFIX.sub("", parts[-1])) if parts else "source"
-
-
 class FilterSettings(Settings):
     """What a document must be to stay in the corpus (Julian's rules)."""
 
@@ -147,8 +143,6 @@ class FilterSettings(Settings):
     """Share of letters and digits among non-space characters."""
     language_threshold: Share = 0.8
     """Probability of lid.176.ftz below which a document is removed; 0 turns language id off."""
-    mixed_languages: bool = False
-    """Add up the probabilities of the recipe's languages: a document may be in several of them."""
     datatrove: dict[DatatroveName, dict[str, Any]] = {}
     """Filters of datatrove, and its formatter of personal data, by name with their arguments, such as
     {GopherRepetitionFilter: {}, PIIFormatter: {remove_ips: false}} (pip install 'affinage[filters]'); slower."""
@@ -198,8 +192,8 @@ class DataSettings(Settings):
     """What is read; relative paths start from `root`, or from the working directory."""
     sample: float = Field(default=1.0, gt=0, le=1)
     """Share of the documents of each source, chosen by their ids."""
-    on_error: Literal["skip", "raise"] | None = None
-    """For unreadable records and damaged files; by default records are skipped and a damaged file is an error."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A damaged file: an error, or read up to the damage. Records that cannot be used are always counted."""
     root: str = ""
     """Folder or URL that relative paths of sources start from; by default the working directory."""
     mirror: str = ""

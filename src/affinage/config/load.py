@@ -19,7 +19,6 @@ from affinage.config.recipe import TRAININGS, Recipe
 from affinage.config.yaml import MAX_BYTES, parse
 from affinage.config.yaml import Path as Keys
 from affinage.errors import UserError, did_you_mean
-from affinage.paths import from_home
 from affinage.secrets import secret_in
 
 # Two ways to say one thing: the one in a later layer takes the place of the other in an earlier one.
@@ -52,7 +51,7 @@ class LoadedRecipe(Layers):
         """Resolve a path that stands under `key`: relative to the file it is written in, the recipe, or the process."""
         written = Path(self.locate(key).rpartition(":")[0])
         folders = (*([written.parent] if written.is_file() else []), self.path.parent, Path())
-        candidates = [folder / from_home(path) for folder in folders]
+        candidates = [folder / os.path.expanduser(path) for folder in folders]
         return next((candidate for candidate in candidates if candidate.exists()), candidates[0])
 
 
@@ -62,11 +61,11 @@ def load_recipe(
     """Load a recipe by path, or a packaged one by name, with `key=value` overrides laid over it.
 
     `base: other.yaml` in a file starts from another recipe (beside it, or a packaged one): mappings merge, lists and
-    single values replace. Null switches off what can be off, such as a section or a limit; in a mapping with keys of
-    the user's, such as `mesh` or the nodes of the model, it removes what the base has. UserError lists all mistakes.
+    single values replace. Null switches off what can be off; in a mapping with keys of the user's, such as `mesh` or
+    the nodes of the model, it removes what the base has. UserError lists all mistakes.
 
-    With `left_out`, settings of the file that this version does not have are left out, and so are sections that are not
-    complete without them: a run of any version has a recipe.json that opens so. Their names are added to the list.
+    `left_out`, for the recipe.json of a run of any version, receives the settings that this version does not have: they
+    are left out, and so are sections that are not complete without them.
     """
     path = find_recipe(path_or_name)
     layers = read_file(path)

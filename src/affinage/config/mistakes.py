@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -13,8 +13,6 @@ from affinage.config.settings import Settings, classes_in
 from affinage.config.yaml import Path, brief
 from affinage.errors import UserError, did_you_mean, meant
 
-_MOST = 3  # places that are suggested
-
 
 def explain(
     error: ValidationError,
@@ -23,10 +21,7 @@ def explain(
     locate: Callable[[Sequence[str | int]], str],
     within: Sequence[str] = (),
 ) -> UserError:
-    """Turn all mistakes in `raw`, parsed as `model`, into one message with a line for each.
-
-    `within` is where in the recipe `raw` stands: names that are suggested begin with it, so that they can be pasted.
-    """
+    """Turn all mistakes in `raw`, which stands `within` a section of the recipe, into one message, a line for each."""
     groups: dict[Path, list[ErrorDetails]] = defaultdict(list)
     for details in error.errors(include_url=False):
         path = written_path(details["loc"], raw)
@@ -89,7 +84,9 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings], with
     if kind == "missing":
         return f"`{dotted}` is missing", f"Add `{loc[-1]}:`."
     if kind == "extra_forbidden" or loc[-1:] == ("[key]",):
-        return f"`{dotted}` is not a setting", _nearest(path, known, model, within)
+        nearest = difflib.get_close_matches(str(path[-1]), known, n=1)
+        meaning = meant(".".join(map(str, (*within, *path[:-1], name))) for name in nearest)
+        return f"`{dotted}` is not a setting", meaning or f"Settings here: {', '.join(known)}."
     if kind == "value_error":
         return f"`{dotted}`: {details['ctx']['error']}", ""
     wanted = ", or ".join(dict.fromkeys(each["msg"].partition(", unable")[0] for each in group))
@@ -102,22 +99,3 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings], with
     fields = [each.model_fields[key] for each, key in around if each is not None and key in each.model_fields]
     meaning = " ".join((fields[-1].description or "").split()) if fields else ""
     return what, did_you_mean(str(value), words) or (f"Settings here: {', '.join(known)}." if settings else meaning)
-
-
-def _nearest(path: Path, known: Sequence[str], model: type[Settings], within: Sequence[str]) -> str:
-    """Suggest the setting that is meant, by its whole name: one beside it, else those of that name in other places."""
-    *around, word = map(str, path)
-    places = list(_places(model))
-    elsewhere = [place for place in places if place[-1] == word]
-    here = difflib.get_close_matches(word, known, n=1, cutoff=0.75 if elsewhere else 0.6)
-    chosen = [(*around, here[0])] if here else elsewhere[:_MOST]
-    return meant(".".join((*within, *place)) for place in chosen) or f"Settings here: {', '.join(known)}."
-
-
-def _places(model: type[Settings], around: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the keys that lead to each setting, without those that stand in lists."""
-    for name, field in model.model_fields.items():
-        yield (*around, name)
-        for suffix, inner in classes_in(field.annotation):
-            if not suffix:
-                yield from _places(inner, (*around, name))

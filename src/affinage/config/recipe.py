@@ -37,8 +37,6 @@ class EvaluateSettings(Settings):
     true: everything, for models that have a template; false: nothing."""
     contamination: bool = True
     """Search the training text for the items, list those found, and score without them, too."""
-    compressors: bool = False
-    """Show gzip -9 and xz -9 beside the model's bits per byte on the validation text."""
 
 
 SCRATCH_LICENSE = "apache-2.0"  # of an exported model that was trained from scratch, where no other is set
@@ -101,7 +99,7 @@ class RuntimeSettings(Settings):
     trackers: Annotated[
         dict[str, dict[str, Any]], BeforeValidator(_trackers_by_name, json_schema_input_type=list[str] | dict[str, Any])
     ] = {}
-    """tensorboard, wandb, trackio, mlflow, or one of a plug-in, each with its options; a list takes the defaults."""
+    """tensorboard, wandb, or one of a plug-in, each with its options; a list takes the defaults."""
     remote: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^?#]+$")] | None = None
     """URL of a folder (s3://, gs://) that results and checkpoints are copied to, and resumed from on other machines."""
     profile: Annotated[str, Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$"), BeforeValidator(lambda v: str(v))] | None = None
@@ -188,7 +186,7 @@ class Recipe(Settings):
     packing: PackingSettings = PackingSettings()
     model: dict[str, Any]
     """The graph of nodes; each kind of node has settings of its own."""
-    mesh: dict[MeshAxis, int | Literal["auto"]] = {"data": "auto"}
+    mesh: dict[MeshAxis, Annotated[int, Field(ge=1)] | Literal["auto"]] = {"data": "auto"}
     """Devices along each axis; one of them may be auto."""
     parallel: ParallelSettings = ParallelSettings()
     pretrain: PretrainSettings | None = None

@@ -28,20 +28,10 @@ class RematSettings(Settings):
 
     keep: tuple[ActivationName, ...] = ()
     """Activations that stay in the accelerator's memory."""
-    offload: tuple[ActivationName, ...] = ()
-    """Activations that wait in the host's memory; not on CPUs."""
-
-    @model_validator(mode="after")
-    def _once(self) -> "RematSettings":
-        twice = set(self.keep) & set(self.offload)
-        if twice:
-            raise ValueError(f"`{sorted(twice)[0]}` cannot be both kept and offloaded")
-        return self
 
 
-RematPreset = Literal["none", "dots", "block", "full"]
+RematPreset = Literal["none", "dots", "block"]
 Remat = RematPreset | RematSettings
-RematChoice = Remat | Literal["auto"]  # auto: as the planner says for the devices
 
 
 class ParallelSettings(Settings):
@@ -56,10 +46,9 @@ class ParallelSettings(Settings):
     each stage."""
     pipeline_rounds: int = Field(default=1, ge=1)
     """Times that each part passes the stages: more make the bubble smaller, and the traffic larger."""
-    remat: RematChoice = "none"
+    remat: Remat = "none"
     """What the backward pass computes again instead of keeping it. none: nothing; dots: in a block all but results of
-    its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes. auto: the
-    first of these that fits by the planner's estimate; before `full`, block inputs go to the host."""
+    its matrix products; block: all but a block's input. `affinage plan --search` chooses."""
     xla_flags: dict[str, bool | int | str] = {}
     """Options of XLA by their names, besides those of `affinage.parallel.strategy`."""
 
@@ -143,10 +132,8 @@ class HealthSettings(Settings):
     """For spikes."""
     spike_window: int = Field(default=128, ge=8)
     """A spike is six robust standard deviations above the median of as many earlier losses."""
-    max_consecutive_skips: int = Field(default=3, ge=1)
-    """Skipped updates in a row at which a run stops with a diagnosis."""
     max_skips: int = Field(default=5, ge=1)
-    """The same for skipped updates among the last `window` steps."""
+    """Skipped updates among the last `window` steps at which a run stops with a diagnosis."""
     window: int = Field(default=100, ge=1)
     """Steps in which `max_skips` are counted."""
 
@@ -289,9 +276,6 @@ class PretrainSettings(TrainSettings):
 class ConversationSettings(PlaceSettings):
     """One source of conversations, or of pairs of answers. A plain string in a recipe is short for `path`."""
 
-    format: Literal["auto", "messages", "sharegpt", "prompt", "alpaca"] = "auto"
-    """messages: {role, content}; sharegpt: {from, value}; prompt: prompt and completion; alpaca: instruction, input and
-    output; auto: recognized by its keys."""
     max_examples: int | None = Field(default=None, ge=1)
     """Maximum number of examples, drawn at random by the seed."""
 

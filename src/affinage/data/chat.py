@@ -52,10 +52,9 @@ _MARK = (
 class ChatTemplate:
     """A Jinja template of a tokenizer, whose special tokens it may name."""
 
-    def __init__(self, source: str, tokenizer: "Tokenizer", special_tokens: Mapping[str, str] | None = None) -> None:
-        """Raises UserError if the source is not Jinja. `special_tokens` stand in for the tokenizer's."""
+    def __init__(self, source: str, tokenizer: "Tokenizer") -> None:
+        """Raises UserError if the source is not Jinja."""
         self.source, self.tokenizer = source, tokenizer
-        self.special_tokens = dict(tokenizer.special_tokens if special_tokens is None else special_tokens)
         self.marks_answers = _GENERATION.search(source) is not None
         self._rendered_source = _NO_CLOCK + source if "strftime_now" in source else source
         self._try(_talk("?"))
@@ -77,7 +76,7 @@ class ChatTemplate:
                     chat_template=self._rendered_source,
                     return_assistant_tokens_mask=self.marks_answers,
                     add_generation_prompt=add_generation_prompt,
-                    **self.special_tokens,
+                    **self.tokenizer.special_tokens,
                 )
             return texts[0], [tuple(block) for block in blocks[0]] if blocks else []
         except Exception as error:  # a template may raise whatever Python does
@@ -99,12 +98,6 @@ class ChatTemplate:
     def prompt_ends_in_space(self) -> bool:
         """Whether the text by which the model is asked for an answer ends in a space, which may join the answer."""
         return self._try(_talk("?"), add_generation_prompt=True).endswith(" ")
-
-    @cached_property
-    def writes_reasoning(self) -> bool:
-        """Whether the reasoning of a last answer is written."""
-        question, answer = _talk("?", "!")
-        return _PROBE in self._try([question, {**answer, REASONING: _PROBE}])
 
     @cached_property
     def seams(self) -> tuple[str, str, str, str, str] | None:
@@ -144,7 +137,7 @@ class ChatTemplate:
         likely = (tokenizer.marks.end, tokenizer.pad, *tokenizer.controls.values())
         end = next((id_ for id_ in likely if id_ is not None and id_ not in written), None)
         if end is None:
-            fix = "Give the tokenizer a pad token of its own, or import the model with --chat-tokens."
+            fix = "Give the tokenizer a pad token of its own."
             raise UserError("the vocabulary has no token that could stand between conversations", where=_WHERE, fix=fix)
         return Marks(None, end, end if tokenizer.pad is None or tokenizer.pad in written else tokenizer.pad)
 
@@ -193,26 +186,20 @@ def guarded(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: 
     return safe
 
 
-def encode_conversation(
-    messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, trained_from: int = 0
-) -> Encoded:
+def encode_conversation(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> Encoded:
     """Return the tokens of a conversation, and which of them are trained on.
 
     It is written in the tokenizer's template, where `_answers` finds what is trained. Or in ChatML: what a text begins
     with (`<s>`) and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`; the assistant's content and the token
-    that ends it are trained. Messages before `trained_from` are not, nor those with `train: False`. ChatML has no place
-    for reasoning.
+    that ends it are trained. Those with `train: False` are not. ChatML has no place for reasoning.
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
     safe = guarded(messages, tokenizer, system_prompt)
-    first = trained_from + len(safe) - len(messages)
-    trained = [number for number, message in enumerate(safe) if number >= first and is_trained(message)]
-    if tokenizer.template is not None:
-        text, blocks = tokenizer.template.render_blocks(safe)
-        return tokenizer.encode_rendered(text, _answers(tokenizer.template, safe, trained, text, blocks))
-    ids, mask = tokenizer.encode_rendered(*_write_chatml(safe, trained, tokenizer))
-    return [*tokenizer.opening, *ids], [False] * len(tokenizer.opening) + mask
+    trained = [number for number, message in enumerate(safe) if is_trained(message)]
+    ids, mask = tokenizer.encode_rendered(*_write(safe, tokenizer, trained))
+    opening = tokenizer.opening if tokenizer.template is None else ()
+    return [*opening, *ids], [False] * len(opening) + mask
 
 
 def is_trained(message: Message) -> bool:
@@ -220,11 +207,9 @@ def is_trained(message: Message) -> bool:
     return message["role"] == "assistant" and message.get("train", True) is not False
 
 
-def encode_document(
-    messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, trained_from: int = 0
-) -> Encoded:
+def encode_document(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> Encoded:
     """Return a conversation as a document that sees no other one in its row; see `encode_conversation`."""
-    tokens, trained = encode_conversation(messages, tokenizer, system_prompt, trained_from=trained_from)
+    tokens, trained = encode_conversation(messages, tokenizer, system_prompt)
     if tokenizer.fixed_ids and tokenizer.template is None:
         return tokens, trained
     return [*tokens, tokenizer.conversation_marks.end], [*trained, False]  # it need not begin with an id of its own
@@ -233,11 +218,8 @@ def encode_document(
 def encode_prompt(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> list[int]:
     """Return the tokens of the conversation so far, and of ChatML `<|im_start|>assistant\\n`: the answer follows."""
     check_messages(messages)
-    safe = guarded(messages, tokenizer, system_prompt)
-    if tokenizer.template is not None:
-        return tokenizer.encode_rendered(tokenizer.template.render(safe, add_generation_prompt=True))[0]
-    text, _ = _write_chatml(safe, (), tokenizer)
-    return [*tokenizer.opening, *tokenizer.encode_rendered(f"{text}{_START}assistant\n")[0]]
+    text, _ = _write(guarded(messages, tokenizer, system_prompt), tokenizer, asks=True)
+    return [*(tokenizer.opening if tokenizer.template is None else ()), *tokenizer.encode_rendered(text)[0]]
 
 
 def trained_runs(trained: Sequence[bool]) -> Integer[np.ndarray, "runs 2"]:
@@ -252,25 +234,28 @@ def unstopped_answers(tokens: Sequence[int], trained: Sequence[bool], stops: Seq
     return int(np.count_nonzero(before[ends] == before[begins]))
 
 
-def drops_reasoning(messages: Sequence[Message], tokenizer: "Tokenizer") -> bool:
-    """Return whether messages have reasoning beside their content that is not written."""
-    writes = tokenizer.template is not None and tokenizer.template.writes_reasoning
-    return not writes and any(message.get(REASONING, "").strip() for message in messages)
-
-
 # ---- answers in a text ----
 
 
-def _write_chatml(messages: Sequence[Message], trained: Sequence[int], tokenizer: "Tokenizer") -> Written:
+def _write(
+    messages: Sequence[Message], tokenizer: "Tokenizer", trained: Sequence[int] = (), *, asks: bool = False
+) -> Written:
+    """Return messages in the tokenizer's template or in ChatML, and the parts of them that are the answers `trained`.
+
+    With `asks`, the text by which the model is asked for an answer follows.
+    """
+    if (template := tokenizer.template) is not None:
+        text, blocks = template.render_blocks(messages, add_generation_prompt=asks)
+        return text, _answers(template, messages, trained, text, blocks)
     tokenizer.require_chat_tokens()
-    text, spans = "", []
+    text, spans = "", list[Span]()
     for number, message in enumerate(messages):
         text += f"{_START}{message['role']}\n"
         begin = len(text)
         text += message["content"] + _END
         spans += [(begin, len(text))] if number in trained else []
         text += "\n"
-    return text, spans
+    return text + (f"{_START}assistant\n" if asks else ""), spans
 
 
 def _answers(

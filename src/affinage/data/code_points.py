@@ -130,19 +130,16 @@ def text_buffers(text: Any) -> tuple[np.ndarray, np.ndarray]:
 # ---- repair ----
 
 _UNSEEN = (0xAD, 0x200B, 0x200E, 0x200F, *range(0x202A, 0x202F), 0x2060, *range(0x2066, 0x206A), 0xFEFF)
-_NO_CHARACTERS = [plane * 0x10000 + low for plane in range(17) for low in (0xFFFE, 0xFFFF)]
 _REPLACED: dict[int, str | None] = {
     **dict.fromkeys(set(range(0x20)) - {0x09, 0x0A}),
-    **dict.fromkeys((*range(0x7F, 0xA0), *_UNSEEN, *range(0xFDD0, 0xFDF0), *range(0xFFF9, 0xFFFC), *_NO_CHARACTERS)),
+    **dict.fromkeys((*range(0x7F, 0xA0), *_UNSEEN, *range(0xFDD0, 0xFDF0), *range(0xFFF9, 0xFFFC), 0xFFFE, 0xFFFF)),
     **dict.fromkeys((0x0B, 0x0C, 0x0D, 0x2028, 0x2029), "\n"),
     0x2581: "_",  # SentencePiece writes it for a space
 }
-# Zero-width joiners stay where they join: Arabic, the Indic scripts and emoji; Latin, Greek and Cyrillic do not.
-_LOOSE_JOINER = re.compile("(^|[\0-\u05ff])[\u200c\u200d]+")
 # The first and a following byte of a UTF-8 character that was read as Windows-1252, or a C1 control, which is in
 # practice Windows-1252 read as Latin-1.
 _MISREAD = "[ÂÃâðÎÏÐÑ][\u0080-\u00bf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]|[\u0080-\u009f]"
-_SPECIAL = _MISREAD + "|[" + "".join(rf"\x{{{point:x}}}" for point in (*_REPLACED, 0x200C, 0x200D)) + "]"
+_SPECIAL = _MISREAD + "|[" + "".join(rf"\x{{{point:x}}}" for point in _REPLACED) + "]"
 
 
 def repair(text: pa.Array) -> pa.Array:
@@ -156,11 +153,6 @@ def repair(text: pa.Array) -> pa.Array:
         if special:  # few texts are
             if re.search(_MISREAD, each):
                 each = fix_c1_controls(ftfy.fix_encoding(each))
-            each = _strip(each)
-        each = unicodedata.normalize("NFC", each)
-        repaired.append(_strip(each) if special else each)
+            each = each.replace("\r\n", "\n").translate(_REPLACED)
+        repaired.append(unicodedata.normalize("NFC", each))
     return pa.array(repaired, pa.string())
-
-
-def _strip(text: str) -> str:
-    return _LOOSE_JOINER.sub(r"\1", text.replace("\r\n", "\n").translate(_REPLACED))

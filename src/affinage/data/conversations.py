@@ -5,7 +5,6 @@ import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from affinage.data.files import DamagedFile, DatasetPart, Part, open_plain, open
 from affinage.data.hub_datasets import rows_of
 from affinage.data.ingest import find_parts
 from affinage.data.json_files import encodable
-from affinage.data.places import is_on_hub, location
+from affinage.data.places import located
 from affinage.errors import UserError
 
 _CONVERSATION = (
@@ -28,7 +27,7 @@ _CONVERSATION = (
 _PAIR = '"chosen" and "rejected", with "prompt", "instruction" or "messages", or as conversations that begin alike'
 # ShareGPT has its own names; OpenAI calls the system `developer` to some models.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
-_MESSAGES = {"messages": ("messages",), "sharegpt": ("conversations", "conversation")}
+_MESSAGES = ("messages", "conversations", "conversation")
 _QUESTIONS, _ANSWERS = ("prompt", "question"), ("completion", "output", "response", "answer")
 _REASONINGS = (REASONING, "thinking", "reasoning")  # of a message; the first one that is not empty counts
 
@@ -46,7 +45,8 @@ class Example:
     @property
     def content(self) -> str:
         """Examples of equal content are sampled, limited and held out together: conversations, or prompts of pairs."""
-        return json.dumps(self.talks[0][: self.prompt or None])
+        messages = self.talks[0][: self.prompt or None]
+        return json.dumps([{key: text for key, text in message.items() if key != "train"} for message in messages])
 
     @property
     def messages(self) -> list[Message]:
@@ -57,26 +57,19 @@ class Example:
 # ---- forms ----
 
 
-def parse_conversation(item: Item, *, form: str, where: str, name: str) -> Example:
-    """Return the conversation of a line in a form, or with `auto` in the first one that its keys fit.
+def parse_conversation(item: Item, *, where: str, name: str) -> Example:
+    """Return the conversation of a line, in the first published form that its keys fit.
 
     Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, with `where`, for a line
     that is no conversation.
     """
     answer, question = (next((key for key in keys if key in item), "") for keys in (_ANSWERS, _QUESTIONS))
-    turns: dict[str, list[Any]] = {  # of each form that the keys fit
-        named: item[key]
-        for named, keys in _MESSAGES.items()
-        for key in reversed(keys)
-        if isinstance(item.get(key), list)
-    }
-    if question and answer:
-        turns["prompt"] = [*_turns(item[question], "user"), *_turns(item[answer], "assistant")]
-    if "instruction" in item and answer:
-        turns["alpaca"] = [_instruction(item), *_turns(item[answer], "assistant")]
-    messages = next(iter(turns.values()), None) if form == "auto" else turns.get(form)
-    if messages is None:
-        what = f"this line has {sorted(item)}, which is no conversation of the form {form}"
+    messages: list[Any] = next((item[key] for key in _MESSAGES if isinstance(item.get(key), list)), [])
+    if not messages and answer and (question or "instruction" in item):
+        asked = _turns(item[question], "user") if question else [_instruction(item)]
+        messages = [*asked, *_turns(item[answer], "assistant")]
+    if not messages:
+        what = f"this line has {sorted(item)}, which is no conversation"
         raise UserError(what, where=where, fix=f"A conversation has {_CONVERSATION}.")
     parsed = _with_system([_message(each, where) for each in messages], item)
     check_messages(parsed, where=where)
@@ -102,7 +95,7 @@ def parse_pair(item: Item, *, where: str, name: str) -> Example:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt:
         raise UserError("a pair without a prompt", where=where, fix=f"A pair needs {_PAIR}.")
-    prompt = _with_system(prompt, item)
+    prompt = [{**message, "train": False} for message in _with_system(prompt, item)]
     talks = [[*prompt, *answer] for answer in (chosen, rejected)]
     for talk in talks:
         check_messages(talk, where=where)
@@ -165,10 +158,9 @@ def open_source(
 
     `world_file` is what the pocket world has for it. Raises UserError where there is nothing to read.
     """
-    source = settings.sources[index].as_source()
-    place = location(source, settings.root, settings.mirror)
-    place = str(world_file) if place == POCKET_WORLD and world_file is not None else place
-    source, found = find_parts(source, settings, place, place)
+    source = located(settings.sources[index].as_source(), settings)
+    place = str(world_file) if source.path == POCKET_WORLD and world_file is not None else source.place
+    source, found = find_parts(source, place, place, of_text=False)
     parts = [part for part in found if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
@@ -178,21 +170,20 @@ def open_source(
 
 def check_source(settings: TuningSettings, index: int) -> None:
     """Raise UserError unless a source exists; what is at a URL is not looked for."""
-    source = settings.sources[index].as_source()
-    place = location(source, settings.root, settings.mirror)
-    if place != POCKET_WORLD and ("://" not in place or is_on_hub(source, settings.mirror)):
+    source = located(settings.sources[index].as_source(), settings)
+    if source.path != POCKET_WORLD and "://" not in source.place:
         open_source(settings, index)
 
 
 def read_lines(
-    part: Part, settings: SourceSettings, form: str, number: int = 0, count: int = 1
+    part: Part, settings: SourceSettings, *, pairs: bool = False, number: int = 0, count: int = 1
 ) -> Iterator[Example | UserError]:
     """Return the lines `number`, `number + count`, ... of a part of a source, an error for one that cannot be used.
 
-    `form` is "pair", or see `parse_conversation`. Raises UserError for a file that is damaged.
+    They are conversations, or `pairs` of answers. Raises UserError for a file that is damaged.
     """
     where, sign = (part.name, "#") if isinstance(part, DatasetPart) else (part.url.removeprefix("file://"), ":")
-    parse = parse_pair if form == "pair" else partial(parse_conversation, form=form)
+    parse = parse_pair if pairs else parse_conversation
     try:
         with reports_damage():
             for line, content in itertools.islice(enumerate(_contents(part, settings), 1), number, None, count):
@@ -200,9 +191,15 @@ def read_lines(
                     continue
                 place = f"{where}{sign}{line}"
                 try:
-                    yield parse(_item(content, place), where=place, name=f"{part.name}{sign}{line}")
+                    item = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
+                    if not isinstance(item, dict):
+                        raise UserError("this line is not a JSON object", where=place)
+                    yield parse(item, where=place, name=f"{part.name}{sign}{line}")
                 except UserError as error:
                     yield error
+                except (ValueError, RecursionError) as error:
+                    what = f"this line is damaged or not JSON: {getattr(error, 'msg', error)}"
+                    yield UserError(what, where=place)
     except DamagedFile as error:
         raise UserError(f"the file is damaged: {error}", where=where) from None
 
@@ -217,14 +214,3 @@ def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes]:
     else:
         with open_plain(part) as stream:
             yield from stream
-
-
-def _item(content: Item | bytes, where: str) -> Item:
-    """Return the object of a line. Raises UserError for one that has none."""
-    try:
-        item = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"this line is damaged or not JSON: {getattr(error, 'msg', error)}", where=where) from None
-    if not isinstance(item, dict):
-        raise UserError("this line is not a JSON object", where=where, fix="A line is one object, {...}.")
-    return item

@@ -15,7 +15,7 @@ from jaxtyping import Float, Integer
 
 from affinage.data.order import permuted
 from affinage.data.special_tokens import MARKS, Marks
-from affinage.data.token_shards import find_shard_folders, open_shards
+from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.errors import UserError, did_you_mean
 
 Batch = dict[str, np.ndarray]
@@ -24,6 +24,7 @@ T = TypeVar("T")
 REFERENCE = "reference_log_probabilities"  # of a batch of preferences: float32 [B, documents]
 SLOTS = 1024  # draws over which weights hold, rounded to a tenth of a percent; more slots where there are many weights
 ALL = "all"
+MANY_EPOCHS = 40  # passes over the same data after which a further one teaches nothing (Muennighoff et al., 2023)
 _MIXTURE = "pretrain.mixture"  # of the recipe
 
 
@@ -62,17 +63,17 @@ def make_batch(
     return fields | {"rows": rows.astype(np.int32)}
 
 
+def repetition(epochs: float) -> str:
+    """Return the advice for a training that reads its data very many times over, "" for others."""
+    if epochs <= MANY_EPOCHS:
+        return ""
+    return f"reads its data {epochs:,.0f} times: it will learn it by heart; give it more text or fewer steps"
+
+
 # ---- mixtures ----
 
 
-class Group(NamedTuple):
-    """The sequences of one source in one language; "" where they have none."""
-
-    source: str
-    language: str
-    rows: int
-
-
+Group = tuple[str, str]  # the source and language of a folder of rows; "" where they have none
 Weights = Mapping[str, float]  # of a source, a language, or `<source>.<language>`; or of `all` alone
 Component = tuple[str, ...]  # names of the groups that are shuffled together
 
@@ -104,11 +105,6 @@ class Stage(NamedTuple):
         turn, slot = divmod(draw - self.first, len(self.pattern))
         return self.begun + turn * self.counts + np.bincount(self.pattern[:slot], minlength=len(self.counts))
 
-    def draw_of(self, number: int, position: int) -> int:
-        """Return the draw that takes a position of a component: the inverse of `draws`."""
-        turn, rank = divmod(position - int(self.begun[number]), int(self.counts[number]))
-        return self.first + turn * len(self.pattern) + int(np.flatnonzero(self.pattern == number)[rank])
-
 
 def stages_of(groups: Mapping[str, Group], mixture: Sequence[tuple[int, Weights]] | None, batch: int) -> list[Stage]:
     """Return the stages of a mixture, given as (first step, weights) from step 0 on; None takes all rows as they come.
@@ -136,9 +132,9 @@ def components_of(weights: Weights, groups: Mapping[str, Group]) -> dict[Compone
     """
     owner = {name: name for name in weights if name in groups}
     for name in weights:
-        members = [name] if name in groups else [each for each, group in groups.items() if name in group[:2]]
+        members = [name] if name in groups else [each for each, group in groups.items() if name in group]
         if not members:
-            names = sorted({part for each, group in groups.items() for part in (each, *group[:2]) if part})
+            names = sorted({part for each, group in groups.items() for part in (each, *group) if part})
             fix = f"{did_you_mean(name, names)} There are: {', '.join(names)}".lstrip()
             raise UserError(f"a weight for {name!r}, which has no sequences", where=_MIXTURE, fix=fix)
         for member in members:
@@ -175,36 +171,27 @@ def _pattern(weights: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 class DataLoader:
-    """Endless shuffled batches from one or several folders of token shards.
+    """Endless shuffled batches from one or several folders of token shards, all of one context.
 
     Without a mixture, an epoch goes once through all rows of all folders. With one, each component has epochs of its
     own. Every epoch has its own order, found by arithmetic, so memory does not grow with the number of rows.
     """
 
     def __init__(
-        self,
-        folders: Path | Mapping[str, Path],
-        *,
-        seed: int,
-        batch: int,
-        mixture: Sequence[tuple[int, Weights]] | None = None,
+        self, folder: Path, *, seed: int, batch: int, mixture: Sequence[tuple[int, Weights]] | None = None
     ) -> None:
-        """`folders` are named, or one folder that holds shards or sub-folders of shards; `batch` is rows per step.
+        """`folder` holds shards or sub-folders of shards; `batch` is rows per step.
 
         `mixture` has the steps from which on weights hold, see `stages_of`. Raises UserError where there are no rows.
         """
-        named = dict(folders) if isinstance(folders, Mapping) else find_shard_folders(folders)
-        if not named:
+        self.shards = {name: TokenShards(path) for name, path in sorted(find_shard_folders(folder).items())}
+        if not self.shards:
             fix = "Run the step that writes token shards again."
-            raise UserError("there are no token shards here", where=str(folders), fix=fix)
-        self.shards = {name: open_shards(folder) for name, folder in sorted(named.items())}
-        lengths = {name: shards.seq_len for name, shards in self.shards.items()}
-        if len(set(lengths.values())) > 1:
-            raise UserError(f"rows of different lengths cannot be mixed: {lengths}")
-        self.context = next(iter(lengths.values()))
+            raise UserError("there are no token shards here", where=str(folder), fix=fix)
+        self.context = next(iter(self.shards.values())).seq_len
         self.batch_size, self._seed = batch, seed
         groups = {
-            name: Group(shards.facts.get("source", ""), shards.facts.get("language", ""), shards.rows)
+            name: (shards.facts.get("source", ""), shards.facts.get("language", ""))
             for name, shards in self.shards.items()
         }
         self._stages = stages_of(groups, mixture, batch)
@@ -213,8 +200,6 @@ class DataLoader:
             for stage in self._stages
             for component in stage.components
         }
-        self.rows = sum(self.shards[name].rows for name in set(itertools.chain(*self._starts)))
-        """Rows that are drawn from."""
         self.reference: Mapping[str, Float[np.ndarray, "rows documents"]] = {}
         """Of preferences: the log-probabilities that the reference gives the documents of each row, by folder."""
 
@@ -262,7 +247,9 @@ class DataLoader:
                 for epoch in range(first // total, -(-end // total)):
                     place = permuted(number, total, *self._order(component, epoch), inverse=True)
                     if first <= (position := epoch * total + int(place[0])) < end:
-                        drawn.append(stage.draw_of(index, position) // self.batch_size)
+                        turn, rank = divmod(position - int(stage.begun[index]), int(stage.counts[index]))
+                        slot = int(np.flatnonzero(stage.pattern == index)[rank])
+                        drawn.append((stage.first + turn * len(stage.pattern) + slot) // self.batch_size)
         return sorted(drawn)
 
     def epochs(self, steps: int) -> dict[str, float]:
@@ -292,7 +279,7 @@ class DataLoader:
         return self.iterate_part(number, 0, 1)
 
     def iterate_part(self, number: int, part: int, parts: int) -> Iterator[Batch]:
-        """See `affinage.training.job.Feed`."""
+        """See `affinage.training.trainer.Feed`."""
         return prefetch(lambda step: self.batch(step, part, parts), number)
 
 
@@ -325,7 +312,7 @@ class ValidationRows:
 
     def __init__(self, folder: Path, *, batch: int, limit: int | None = None) -> None:
         """With `limit`, that many rows are taken, evenly spaced over the folder."""
-        self._shards = open_shards(folder)
+        self._shards = TokenShards(folder)
         self.name, self.context, self.batch_size = folder.name, self._shards.seq_len, batch
         self.rows = min(limit or self._shards.rows, self._shards.rows)
         self._chosen = np.arange(self.rows) * self._shards.rows // self.rows
@@ -353,8 +340,3 @@ class ValidationRows:
 
     def __iter__(self) -> Iterator[Batch]:
         return (self.batch(index) for index in range(len(self)))
-
-
-def validation_sets(folder: Path, *, batch: int, limit: int | None = None) -> dict[str, ValidationRows]:
-    """Return all folders of shards below `folder`, by name; none if there was no text to hold out."""
-    return {name: ValidationRows(path, batch=batch, limit=limit) for name, path in find_shard_folders(folder).items()}

@@ -1,42 +1,235 @@
 """Items of benchmarks in text: step `decontaminate` removes the documents that hold one; a finished model's are named.
 
-A match is a run of `n_grams` words of an item, or a shorter item whole (see `overlap`). Runs that more than
-`BOILERPLATE` items of a benchmark, or texts, have in common are no match.
+A match is a run of `n_grams` words of an item, or a shorter item whole. Runs that more than `BOILERPLATE` items of a
+benchmark, or texts, have in common are no match. A word is a run of letters, numbers and marks, with case folded and
+accents kept, or an ideograph. Punctuation, signs and HTML tags separate words and are not compared: quoting by `> `,
+tables by `|` and `<br>` between words change nothing. Texts are repaired and in normal form C on both sides.
 """
 
 import json
+import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from affinage.config.data import DecontaminateSettings
-from affinage.data.documents import (
-    SAMPLE_CHARACTERS,
-    Stats,
-    Verdicts,
-    copy_documents,
-    document_files,
-    read_documents,
-    write_table,
-)
+from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
+from affinage.data.documents import Stats, copy_documents, document_files, read_documents
 from affinage.data.executor import LOCAL, Executor
-from affinage.data.json_files import write_json
-from affinage.data.overlap import KEY, START, STOP, TEXT, BenchmarkItem, ItemIndex, normalized
-from affinage.data.token_shards import find_shard_folders, open_shards
+from affinage.data.json_files import encodable, write_json
+from affinage.data.minhash import hash_words, longest_text, shingles
+from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
+from affinage.errors import UserError
 
+BOILERPLATE = 10  # a run of words in more items of a benchmark, or in more texts, is no match (GPT-3: documents)
+TEXT, KEY, START, STOP = range(4)  # columns of hits: the number of a text, that of a run, its bytes [start, stop)
+_BLANK = re.compile(r"(?<!\w)_+(?!\w)")  # that a choice fills
+_MOST_JOINED = 12  # short texts of an item
+_FILTER_BITS = 16  # per run: of 16 words that begin no run, one is looked up
 MATCHES = "matches.parquet"
 # `text` is the first run in common, as the document has it; `words` counts what white space separates in it.
 _TEXTS = ("document", "source", "url", "benchmark", "item", "text")
 _MATCH = pa.schema([*((name, pa.string()) for name in _TEXTS), ("words", pa.int64())])
 EXAMPLES = 20  # matches in the summary
-_TOKENS = 4_000_000  # read at once
+_SHOWN = 200  # characters of a match in the samples of removed documents
+_ROWS = 1_000  # of conversations, read at once
+
+
+# ---- items ----
+
+
+class BenchmarkItem(NamedTuple):
+    """One question of a benchmark. Each of its texts is searched for by itself."""
+
+    benchmark: str
+    id: str
+    texts: Sequence[str]
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, wherever they are; of an object the values, not the keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(part)
+
+
+def kind_of_items(path: str, where: str = "data.decontaminate.benchmark_files") -> str:
+    """What a file of items is by its name: jsonl, parquet or txt. Raises UserError for any other."""
+    kind = re.search(r"\.(jsonl|parquet|txt)(\.(gz|bz2|zst))?/?$", path, re.IGNORECASE)
+    if kind is None:
+        fix = "Items are read from .jsonl, .parquet and .txt files, and from .yaml task files."
+        raise UserError(f"`{path}` is no file of benchmark items", where=where, fix=fix)
+    return kind[1].lower()
+
+
+def read_items(path: str) -> Iterator[BenchmarkItem]:
+    """The items in a file of the user's: every string of a JSONL line or a Parquet row, or every line of a text file.
+
+    The benchmark has the file's name; an item has the `id` of its line or row, or else its number from 1. Files may be
+    compressed (.gz, .bz2, .zst) and anywhere that fsspec reads. Raises UserError for what cannot be read.
+    """
+    name, number, kind = path.rstrip("/").rsplit("/", 1)[-1], 0, kind_of_items(path)
+    place = path if "://" in path else os.path.expanduser(path)
+    try:
+        with fsspec.open(place, "rb", compression=None if kind == "parquet" else "infer") as file:
+            lines = (text for line in file if (text := line.decode("utf-8-sig").strip()))
+            for number, line in enumerate(pq.read_table(file).to_pylist() if kind == "parquet" else lines, 1):
+                value = json.loads(line) if kind == "jsonl" else line
+                id = value.get("id") if isinstance(value, dict) else None
+                yield BenchmarkItem(name, str(number if id is None else id), tuple(strings_in(value)))
+    except (OSError, EOFError, ValueError, RecursionError, pa.ArrowException) as error:
+        where = f"data.decontaminate.benchmark_files, {path}" + (f" after item {number}" if number else "")
+        raise UserError(f"the benchmark's items cannot be read: {getattr(error, 'msg', error)}", where=where) from error
+
+
+def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
+    """What is searched for of an item: (text, whether it may stand in natural text).
+
+    Those are its texts; sentences with a blank (`_`), filled with each of the item's short texts, for they are
+    published whole; and short texts joined, for a question and its answer may follow each other. A text that holds
+    another one is a prompt of the harness: `Answer:` stands there in no natural text.
+    """
+    texts = list(dict.fromkeys(text for text in item.texts if text.strip()))
+    short = [text for text in texts if len(text.split()) < min_words][:_MOST_JOINED]
+    made = [other.join(_BLANK.split(text)) for text in texts if _BLANK.search(text) for other in short]
+    made += [f"{first} {second}" for first in short for second in short if first != second]
+    found = [(text, True) for text in made if len(text.split()) >= min_words]
+    for text in texts:
+        is_prompt = any(len(other.split()) > 2 and other in text for other in texts if other != text)
+        found.append((text, not is_prompt and not _BLANK.search(text)))
+    return found
+
+
+# ---- kernels ----
+
+
+@kernel
+def _index(
+    data: Array, offsets: Array, table: Array, ngram: int, least: int, keys: Array, of: Array
+) -> tuple[int, Array]:
+    """Write hashes of the runs of texts, and which text's; how many, and words per run of each text or 0, int64 [N]."""
+    out, room = 0, longest_text(offsets) + 1
+    words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)
+    lengths = np.zeros(offsets.size - 1, np.int64)
+    for text in range(offsets.size - 1):
+        count = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, None, places)
+        if min(ngram, count) >= least:
+            lengths[text] = min(ngram, count)
+            runs = shingles(words, count, ngram, np.uint64(0), keys[out:])
+            of[out : out + runs] = text
+            out += runs
+    return out, lengths
+
+
+@kernel
+def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Array, lengths: Array) -> Array:
+    """The hits in all texts, int64 [H, 4]."""
+    room = longest_text(offsets) + 1
+    words, places, runs = np.empty(room, np.uint64), np.empty((room, 2), np.int64), np.empty(room, np.uint64)
+    hits = [np.int64(0) for _ in range(0)]
+    for text in range(offsets.size - 1):
+        start = np.int64(offsets[text])
+        found = hash_words(data, start, np.int64(offsets[text + 1]), words_table, words, None, places)
+        for length in lengths:
+            for k in range(shingles(words, found, length, np.uint64(0), runs) if found >= length else 0):
+                bit = np.int64(runs[k] & np.uint64(64 * bits.size - 1))
+                if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1):
+                    key = np.searchsorted(keys, runs[k])
+                    if key < keys.size and keys[key] == runs[k]:
+                        hits.extend((np.int64(text), key, places[k, 0] - start, places[k + length - 1, 1] - start))
+    return np.array(hits, np.int64).reshape(-1, 4)
+
+
+# ---- the index ----
+
+
+class ItemIndex:
+    """The items of benchmarks and the runs of words that identify them. Safe to use from several threads.
+
+    These are the runs of `n_grams` words of every text of an item, or the whole of a text of fewer, down to
+    `min_words`. A run in more than `boilerplate` items of one benchmark is left out. `keys` are ascending hashes of the
+    runs, uint64 [K]. `too_short` counts the items by benchmark of which no text has enough words to be found by.
+    """
+
+    def __init__(
+        self, items: Iterable[BenchmarkItem], n_grams: int, *, min_words: int = 8, boilerplate: int = BOILERPLATE
+    ) -> None:
+        self.items, self.n_grams, self.boilerplate = tuple(items), n_grams, boilerplate
+        least = min(n_grams, min_words)
+        searched = [(text, k, may) for k, item in enumerate(self.items) for text, may in search_texts(item, least)]
+        owner = np.array([k for _, k, _ in searched], np.int64)
+        natural = np.array([may for *_, may in searched], bool)
+        data, offsets = text_buffers(normalized([text for text, *_ in searched]))
+        keys, of = np.empty(int(offsets[-1]) + 1, np.uint64), np.empty(int(offsets[-1]) + 1, np.int64)
+        count, lengths = _index(data, offsets, word_table(folded=True), n_grams, least, keys, of)
+        self.lengths = np.unique(lengths[lengths > 0])
+        findable = set(owner[(lengths > 0) & natural].tolist())
+        self.too_short = Counter(item.benchmark for k, item in enumerate(self.items) if k not in findable)
+
+        names = {name: number for number, name in enumerate(dict.fromkeys(item.benchmark for item in self.items))}
+        benchmark = np.array([names[item.benchmark] for item in self.items], np.int64)
+        hashes, members = keys[:count], owner[of[:count]]
+        order = np.lexsort((members, benchmark[members], hashes))
+        order = order[_changes(hashes[order], members[order])]
+        hashes, members = hashes[order], members[order]
+        groups = np.cumsum(_changes(hashes, benchmark[members])) - 1
+        rare = np.bincount(groups)[groups] <= boilerplate
+        self.keys, starts = np.unique(hashes[rare], return_index=True)
+        self._bounds, self._members = np.append(starts, rare.sum()), members[rare]
+        # A filter before the search in the keys, which lie outside the cache.
+        self._bits = np.zeros(1 << max(0, (_FILTER_BITS * self.keys.size // 64).bit_length()), np.uint64)
+        bit = self.keys & np.uint64(64 * self._bits.size - 1)
+        np.bitwise_or.at(self._bits, bit >> np.uint64(6), np.uint64(1) << (bit & np.uint64(63)))
+
+    def of(self, key: int) -> list[int]:
+        """The numbers of the items that have run `key`."""
+        found: list[int] = self._members[self._bounds[key] : self._bounds[key + 1]].tolist()
+        return found
+
+    def items_with(self, runs: np.ndarray) -> frozenset[tuple[str, str]]:
+        """(benchmark, item) of all items that have one of some runs, bool [K]."""
+        members = {member for key in np.flatnonzero(runs).tolist() for member in self.of(key)}
+        return frozenset((self.items[member].benchmark, self.items[member].id) for member in members)
+
+    def scan(self, text: pa.Array) -> np.ndarray:
+        """The runs in a pyarrow string array of texts that are in normal form C: hits, int64 [H, 4], ordered by text
+        and place."""
+        hits = _scan(*text_buffers(text), word_table(folded=True), self.keys, self._bits, self.lengths)
+        ordered: np.ndarray = hits[np.lexsort((hits[:, START], hits[:, TEXT]))]
+        return ordered
+
+    def texts_with(self, hits: np.ndarray) -> np.ndarray:
+        """In how many texts each run is, int64 [K]."""
+        pairs = np.unique(hits[:, [TEXT, KEY]], axis=0)
+        counts: np.ndarray = np.bincount(pairs[:, 1], minlength=self.keys.size)
+        return counts
+
+
+def _changes(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Where either array differs from its element before, bool; true at the start."""
+    changes = np.ones(first.size, bool)
+    changes[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+    return changes
+
+
+def normalized(texts: Sequence[str]) -> pa.Array:
+    """Texts from anywhere in the form in which they are searched."""
+    return repair(pa.array([encodable(text) for text in texts], pa.string()))
+
+
+# ---- the step ----
 
 
 def decontaminate(
@@ -54,7 +247,18 @@ def decontaminate(
     stay) and `matches` (the first). An interrupted call resumes with the missing files.
     """
     index, paths = ItemIndex(items, settings.n_grams), document_files(documents_folder)
-    scanned = executor.map(partial(_scan, index), paths, folder / "scans", threads=True, label="scanning")
+
+    def scan(path: Path) -> list[list[int]]:
+        """Return the hits in a file, in which its documents are counted."""
+        found, documents = [], 0
+        for batch in read_documents(path, ["text"]):
+            hits = index.scan(batch.column("text"))
+            hits[:, TEXT] += documents
+            found += hits.tolist()
+            documents += batch.num_rows
+        return found
+
+    scanned = executor.map(scan, paths, folder / "scans", threads=True, label="scanning")
     hits = [np.array(rows, np.int64).reshape(-1, 4) for rows in scanned]
     common = np.sum([index.texts_with(rows) for rows in hits], axis=0, initial=0) > index.boilerplate
 
@@ -63,14 +267,14 @@ def decontaminate(
         (path, hits), matches = task, []
         hits = hits[~common[hits[:, KEY]]]
 
-        def items_in(batch: pa.RecordBatch, before: int) -> Verdicts:
+        def items_in(batch: pa.RecordBatch, before: int) -> dict[int, tuple[str, str]]:
             verdicts = {}
             own = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
             for text in np.unique(own[:, TEXT]).tolist():
                 found = _matches(batch.slice(text - before, 1).to_pylist()[0], own[own[:, TEXT] == text], index)
                 matches.extend(found)
                 best = max(found, key=lambda match: int(match["words"]))
-                detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
+                detail = f"{best['benchmark']} {best['item']}: {best['text'][:_SHOWN]}"
                 verdicts[text - before] = "in a benchmark", detail
             return verdicts
 
@@ -80,7 +284,7 @@ def decontaminate(
     total = Stats.total(stats for stats, _ in copies)
     matches = [match for _, own in copies for match in own]
     folder.mkdir(parents=True, exist_ok=True)
-    write_table(folder / MATCHES, pa.Table.from_pylist(matches, _MATCH))
+    pq.write_table(pa.Table.from_pylist(matches, _MATCH), folder / MATCHES, compression="zstd")
     for stage in ("scans", "copies"):
         shutil.rmtree(folder / stage, ignore_errors=True)
     found = {(match["benchmark"], match["item"]) for match in matches}
@@ -94,17 +298,6 @@ def decontaminate(
     }
     benchmarks = {name: {what: counts[name] for what, counts in numbers.items()} for name in numbers["items"]}
     return total.summary() | {"benchmarks": benchmarks, "matches": matches[:EXAMPLES]}
-
-
-def _scan(index: ItemIndex, path: Path) -> list[list[int]]:
-    """The hits in a file, in which its documents are counted."""
-    found, documents = [], 0
-    for batch in read_documents(path, ["text"]):
-        hits = index.scan(batch.column("text"))
-        hits[:, TEXT] += documents
-        found += hits.tolist()
-        documents += batch.num_rows
-    return found
 
 
 def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> list[dict[str, Any]]:
@@ -160,34 +353,20 @@ class Contamination(NamedTuple):
     n_grams: int = DecontaminateSettings().n_grams  # words in a row that were searched for
 
 
-def count_occurrences(texts: Iterable[pa.Array], index: ItemIndex) -> tuple[int, np.ndarray]:
-    """How many texts there are, given as pyarrow string arrays in normal form C, and in how many each run is."""
-    with_run, count = np.zeros(index.keys.size, np.int64), 0
+def contamination(index: ItemIndex, texts: Iterable[pa.Array]) -> Contamination:
+    """The items that stand in texts, which are pyarrow string arrays in normal form C."""
+    texts_with, count = np.zeros(index.keys.size, np.int64), 0
     for column in texts:
-        with_run += index.texts_with(index.scan(column))
+        texts_with += index.texts_with(index.scan(column))
         count += len(column)
-    return count, with_run
-
-
-def contamination(index: ItemIndex, searches: Sequence[tuple[int, np.ndarray]]) -> Contamination:
-    """The items that stand in texts, of which `searches` are the counts."""
-    texts_with = sum((with_run for _, with_run in searches), np.zeros(index.keys.size, np.int64))
     few = texts_with <= index.boilerplate
     found, common = index.items_with((texts_with > 0) & few), index.items_with(~few)
-    names, texts = frozenset(item.benchmark for item in index.items), sum(count for count, _ in searches)
-    return Contamination(names, texts, found, common - found, index.n_grams)
+    return Contamination(frozenset(item.benchmark for item in index.items), count, found, common - found, index.n_grams)
 
 
 def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:
-    """The texts in rows of tokens, without control tokens; a text that goes on in the next row is one."""
-    for shards in find_shard_folders(folder).values():
-        files = open_shards(shards)
-        border = files.marks.end if files.marks.begin is None else files.marks.begin
-        height, rest = max(1, _TOKENS // files.seq_len), np.zeros(0, np.int64)
-        for start in range(0, files.rows, height):
-            tokens = files.read(np.arange(start, min(start + height, files.rows)))[0].reshape(-1)
-            tokens = np.append(rest, tokens[(tokens != files.marks.pad) | (tokens == border)])
-            *texts, rest = np.split(tokens, np.flatnonzero(tokens == border))  # the last one may go on
-            if start + height >= files.rows:
-                texts.append(rest)
-            yield normalized([tokenizer.decode(text.tolist()) for text in texts if text.size])
+    """The texts of rows of conversations, without control tokens: all that stands in a row is one."""
+    for path in find_shard_folders(folder).values():
+        shards = TokenShards(path)
+        for rows in np.array_split(np.arange(shards.rows), -(-shards.rows // _ROWS)):
+            yield normalized([tokenizer.decode(tokens) for tokens in shards.read(rows)[0].tolist()])

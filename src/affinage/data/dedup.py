@@ -21,19 +21,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pyarrow import feather
 
 from affinage.config.data import DedupSettings
 from affinage.data.code_points import Array, kernel, text_buffers
-from affinage.data.documents import (
-    Stats,
-    Verdicts,
-    copy_documents,
-    document_files,
-    first_documents,
-    read_documents,
-    write_table,
-)
+from affinage.data.documents import Stats, copy_documents, document_files, first_documents, read_documents
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.minhash import jaccard, shingle_sets, sign
 
@@ -63,14 +56,14 @@ def dedup(
     """
     own, released = document_files(documents_folder), document_files(against) if against is not None else []
     scratch, files = folder / "scratch", [*released, *own]
-    removed, compared = find_duplicates(files, settings, scratch, released=len(released), executor=executor)
+    removed = find_duplicates(files, settings, scratch, released=len(released), executor=executor)
     numbers = removed["document"].to_numpy()
 
     def copy(task: tuple[Path, int]) -> dict[str, Any]:
         """Copy one file, whose documents are numbered from `first`, without its duplicates; return the statistics."""
         path, first = task
 
-        def duplicates_in(batch: pa.RecordBatch, before: int) -> Verdicts:
+        def duplicates_in(batch: pa.RecordBatch, before: int) -> dict[int, tuple[str, str]]:
             begin, verdicts = first + before, {}
             start, stop = np.searchsorted(numbers, [begin, begin + batch.num_rows])
             for row in removed.slice(start, stop - start).to_pylist():
@@ -83,19 +76,20 @@ def dedup(
     tasks = list(zip(own, first_documents(files)[len(released) : -1]))
     total = Stats.total(executor.map(copy, tasks, folder, threads=True, label="copying"))
     order = [(name, "ascending") for name in ("duplicate_of_source", "duplicate_of", "source", "id")]
-    write_table(folder / REMOVED, removed.sort_by(order).drop_columns(["document", "kept"]))
+    removed = removed.sort_by(order).drop_columns(["document", "kept"])
+    pq.write_table(removed, folder / REMOVED, compression="zstd")
     clear_completions(folder)
     shutil.rmtree(scratch)
-    return total.summary() | {"compared": compared}
+    return total.summary()
 
 
 def find_duplicates(
     files: Sequence[Path], settings: DedupSettings, scratch: Path, *, released: int = 0, executor: Executor = LOCAL
-) -> tuple[pa.Table, int]:
+) -> pa.Table:
     """Find the duplicates in document files, of which the first `released` were released before.
 
-    Returns a table with a row for each document to remove (its number, its name and that of the one that stays, their
-    similarity), and how many pairs were compared. Passes leave files in `scratch`.
+    Returns a table with a row for each document to remove: its number, its name and that of the one that stays, their
+    similarity. Passes leave files in `scratch`.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     starts = first_documents(files)
@@ -149,8 +143,8 @@ def _gather(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int])
 
 def _compare(
     settings: DedupSettings, scratch: Path, candidates: np.ndarray, bucket_count: int, files: int, released: int
-) -> tuple[pa.Table, int]:
-    """Pass 4: the table of the removed documents, and how many pairs were compared. N-grams stay in a mapped file.
+) -> pa.Table:
+    """Pass 4: the table of the removed documents. N-grams stay in a mapped file.
 
     The first `released` documents were released before.
     """
@@ -173,9 +167,8 @@ def _compare(
     for band in range(settings.num_buckets):
         buckets[:, band] = np.load(scratch / f"buckets-{band}.npy", mmap_mode="r")[documents]
     n_grams, stays = np.memmap(scratch / "sets", np.uint64, "r"), int(facts["released"].sum())
-    match, similarity, compared = _match(
-        buckets, bucket_count, n_grams, starts, table["size"].to_numpy(), settings.threshold, MAX_COMPARED, stays
-    )
+    sizes = table["size"].to_numpy()
+    match, similarity = _match(buckets, bucket_count, n_grams, starts, sizes, settings.threshold, stays)
     found = np.flatnonzero(match >= 0)
     gone, kept = table.take(pa.array(found)), table.take(pa.array(match[found]))
     removed = {
@@ -189,7 +182,7 @@ def _compare(
         # the same content but for case and white space
         "exact": pc.and_(*(pc.equal(gone[name], kept[name]) for name in ("content", "content_2"))),
     }
-    return pa.table(removed).sort_by("document"), int(compared)
+    return pa.table(removed).sort_by("document")
 
 
 def _buckets(keys: np.ndarray, first: int) -> np.ndarray:
@@ -206,9 +199,9 @@ def _buckets(keys: np.ndarray, first: int) -> np.ndarray:
 
 @kernel
 def _match(
-    buckets: Array, bucket_count: int, sets: Array, starts: Array, sizes: Array, threshold: float, most: int, stays: int
-) -> tuple[Array, Array, int]:
-    """From the first document to the last: the kept one it is a copy of, or -1; their similarity; pairs compared.
+    buckets: Array, bucket_count: int, sets: Array, starts: Array, sizes: Array, threshold: float, stays: int
+) -> tuple[Array, Array]:
+    """From the first document to the last: the kept one it is a copy of, or -1; their similarity.
 
     The first `stays` documents are kept whatever they are. Another is compared with the kept ones of its buckets, the
     latest first: they are the nearest in rank, and one with less than `threshold` times as many n-grams cannot be a
@@ -218,17 +211,15 @@ def _match(
     match, similarity = np.full(texts, -1, np.int64), np.zeros(texts)
     head, link = np.full(bucket_count, -1, np.int32), np.full((texts, bands), -1, np.int32)
     last_compared = np.full(texts, -1, np.int32)  # the document that a kept one was last compared with
-    compared = 0
     for text in range(texts):
         mine = sets[starts[text] : starts[text] + sizes[text]]
         for band in range(bands if text >= stays else 0):
             other = head[buckets[text, band]] if buckets[text, band] >= 0 else -1
             steps = 0
-            while other >= 0 and match[text] < 0 and steps < most:
+            while other >= 0 and match[text] < 0 and steps < MAX_COMPARED:
                 small, large = min(sizes[text], sizes[other]), max(sizes[text], sizes[other])
                 if last_compared[other] != text and small >= threshold * large:
                     last_compared[other] = text
-                    compared += 1
                     near = jaccard(mine, sets[starts[other] : starts[other] + sizes[other]], threshold)
                     if near >= 0:
                         match[text], similarity[text] = other, near
@@ -241,4 +232,4 @@ def _match(
                 if buckets[text, band] >= 0:
                     link[text, band] = head[buckets[text, band]]
                     head[buckets[text, band]] = text
-    return match, similarity, compared
+    return match, similarity

@@ -1,12 +1,8 @@
-"""Documents at rest between the data steps: Parquet files of bounded size, written whole or not at all.
-
-And the statistics of a step: what it read, what it removed and why, and what it passed on.
-"""
+"""Documents at rest between the data steps, in Parquet files of bounded size, and the statistics of a step."""
 
 import contextlib
-import os
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -43,19 +39,20 @@ def text_bytes(batch: pa.RecordBatch | pa.Table) -> int:
 class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
     """Writes documents to `<stem>-00000.parquet`, `<stem>-00001.parquet`, ... in a folder, in the order given.
 
-    Files of the same stem, which an earlier attempt left, go first. A file gets its name only when it is complete;
-    after an exception no unfinished file remains. Use it as a context manager. At most one row group
+    Files of the same stem, which an earlier attempt left, go first. Use it as a context manager. At most one row group
     (`ROW_GROUP_BYTES` of text, or one longer document) is held in memory. What is written is counted in `stats`.
     Without documents, one file without rows is written.
     """
 
     def __init__(self, folder: Path, stem: str = "documents", stats: "Stats | None" = None) -> None:
         self.files: list[Path] = []
-        self._folder, self._stem, self._stats = Path(folder), stem, stats
+        self._folder, self._stem, self._stats = folder, stem, stats or Stats()
         self._rows: list[dict[str, Any]] = []
-        self._characters, self._file_bytes = 0, 0  # of the rows, and of text in the file
+        self._characters = self._file_bytes = 0  # of the rows, and of text in the file
         self._file: pq.ParquetWriter | None = None
-        clear_documents(self._folder, stem)
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(f"{stem}-{'[0-9]' * 5}.parquet"):
+            stale.unlink()
 
     def add(self, *, id: str, source: str, text: str, **facts: Any) -> None:
         """Append one document; `facts` are its other columns."""
@@ -69,12 +66,11 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
         """Append a batch of documents as a row group."""
         self._flush_rows()
         if batch.num_rows:
-            if self._stats is not None:
-                self._stats.leave(batch)
+            self._stats.leave(batch)
             self._opened().write_table(pa.Table.from_batches([batch], SCHEMA), row_group_size=batch.num_rows)
             self._file_bytes += text_bytes(batch)
             if self._file_bytes >= FILE_BYTES:
-                self._finish_file()
+                self._close()
 
     def _flush_rows(self) -> None:
         if self._rows:
@@ -85,48 +81,25 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
         if self._file is None:
             self.files.append(self._folder / f"{self._stem}-{len(self.files):05d}.parquet")
             options = {"compression": "zstd", "compression_level": 1, "write_statistics": False}
-            self._file = pq.ParquetWriter(f"{self.files[-1]}.part", SCHEMA, **options)
+            self._file = pq.ParquetWriter(self.files[-1], SCHEMA, **options)
         return self._file
 
-    def _finish_file(self) -> None:
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
-            os.replace(f"{self.files[-1]}.part", self.files[-1])
-            self._file, self._file_bytes = None, 0
+        self._file, self._file_bytes = None, 0
 
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
             self._flush_rows()
             if not self.files:
                 self._opened()
-            self._finish_file()
-        elif self._file is not None:
-            self._file.close()
-            Path(f"{self.files[-1]}.part").unlink()
-
-
-def write_table(path: Path, table: pa.Table) -> None:
-    """Write a table as Parquet to `path`, or nothing."""
-    part = path.with_name(f"{path.name}.part")
-    pq.write_table(table, part, compression="zstd")
-    os.replace(part, path)
+        self._close()
 
 
 def document_files(folder: Path) -> list[Path]:
-    """The finished document files of a folder and of its partitions, in the order of their documents."""
-    return sorted(path for path in Path(folder).rglob("*.parquet") if path.name not in REPORTS)
-
-
-def clear_documents(folder: Path, stem: str = "", kept: Container[Path] = ()) -> None:
-    """Remove what an earlier or interrupted attempt left in a folder and its partitions, but the files in `kept`.
-
-    With `stem`, only what writers with this stem left.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"{stem}-" + "[0-9]" * 5 if stem else "*"
-    for stale in [*folder.rglob(f"{name}.parquet"), *folder.rglob(f"{name}.parquet.part")]:
-        if stale not in kept:
-            stale.unlink()
+    """The document files of a folder and of its partitions, in the order of their documents."""
+    return sorted(path for path in folder.rglob("*.parquet") if path.name not in REPORTS)
 
 
 def first_documents(paths: Iterable[Path]) -> list[int]:
@@ -207,11 +180,11 @@ class Stats:
     def by(self, name: Callable[[str, str], str]) -> dict[str, dict[str, int]]:
         """Documents and bytes passed on, by a name made of source and language."""
         totals: dict[str, dict[str, int]] = {}
-        for key in sorted(self.documents, key=lambda key: name(*key.split("\n"))):
+        for key, documents in self.documents.items():
             total = totals.setdefault(name(*key.split("\n")), {"documents": 0, "bytes": 0})
-            total["documents"] += self.documents[key]
+            total["documents"] += documents
             total["bytes"] += self.bytes[key]
-        return totals
+        return dict(sorted(totals.items()))
 
     def summary(self) -> dict[str, Any]:
         """The JSON-able summary of the step."""

@@ -1,8 +1,6 @@
 """Run the tasks of a data step on the cores of this machine or on Ray. No result depends on which, or on how many.
 
-Tasks read and write files that all workers see; what travels is small and picklable. A task that is complete leaves
-`completions/<number>.json` with its statistics in the step's folder, so that a step that was killed runs again without
-the tasks that are complete.
+Tasks read and write files that all workers see; what travels is small and picklable.
 """
 
 import contextlib
@@ -37,7 +35,7 @@ class Executor:
     def __init__(self, workers: int | None = None, progress: Callable[[str], None] = lambda message: None) -> None:
         """`workers` tasks run at the same time; by default one a core, where the work is worth starting processes."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers = workers or cores  # tasks that run at the same time
+        self.workers = workers or cores
         self._requested, self._progress = workers, progress  # which receives a message after every task
 
     def map(
@@ -52,10 +50,10 @@ class Executor:
     ) -> list[Result]:
         """Return `[fn(task) for task in tasks]`, in this order.
 
-        With a folder `out` the completions of tasks are kept in it, and those tasks are skipped the next time; results
-        must be JSON then. `fn` must be importable by name, unless `threads`: for work in kernels and Parquet, which run
-        side by side in one process. For less than `POOL_BYTES` of text (`bytes`) no processes are started. `label` says
-        in messages of progress what is done. Raises TransientError where an error of the network did not pass.
+        With a folder `out` a complete task leaves `completions/<number>.json` in it with its result, which must be
+        JSON, and is skipped the next time. `fn` must be importable by name, unless `threads`: for work in kernels and
+        Parquet, which run side by side in one process. For less than `POOL_BYTES` of text (`bytes`) no processes are
+        started. `label` begins messages of progress. Raises TransientError where the network keeps failing.
         """
         work = [(task, None if out is None else out / f"completions/{k:05d}.json") for k, task in enumerate(tasks)]
         done: dict[int, Result] = {}
@@ -117,10 +115,8 @@ LOCAL = Executor()
 
 
 @contextlib.contextmanager
-def open_executor(
-    settings: DataSettings, temporary: Path | None = None, progress: Callable[[str], None] = lambda message: None
-) -> Iterator[Executor]:
-    """The executor of a recipe; `temporary`, a short path, is where a Ray of this run keeps its sockets and logs."""
+def open_executor(settings: DataSettings, progress: Callable[[str], None] = lambda message: None) -> Iterator[Executor]:
+    """The executor of a recipe."""
     workers = None if settings.workers == "auto" else settings.workers
     if settings.executor == "local":
         yield Executor(workers, progress)
@@ -128,7 +124,7 @@ def open_executor(
     from affinage.cluster.ray_cluster import connect  # Ray is an extra
 
     ours = "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
-    ray = connect(settings.ray_address, workers, where="data.ray_address", temporary=temporary)
+    ray = connect(settings.ray_address, workers, where="data.ray_address")
     try:
         yield RayExecutor(ray, workers, progress)
     finally:

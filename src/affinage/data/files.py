@@ -1,25 +1,38 @@
-"""The files of a source: which there are, what kind each is, and how to open it wherever and however it is stored."""
+"""The files of a source: which there are, what kind each is, and how to open it wherever and however it is stored.
+
+Files at web addresses are downloaded once into a cache and checked; those in buckets and on the Hub are read in place.
+"""
 
 import bz2
+import contextlib
 import gzip
+import hashlib
 import io
+import json
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from functools import partial
+from pathlib import Path
 from typing import IO, Any, ClassVar, cast
 
 import pyarrow as pa
+import requests
+from filelock import FileLock
+from fsspec.core import has_magic, url_to_fs
 
 from affinage.config.data import SourceSettings
-from affinage.data.downloads import cached, cached_path, file_system, headers_of, is_web, listed
-from affinage.data.places import printable
+from affinage.data.executor import with_retries
+from affinage.data.json_files import encodable
 from affinage.errors import TransientError, UserError, first_line, is_transient
 
 CHUNK_BYTES = 1 << 16  # read at once
+CACHE_VARIABLE = "AFFINAGE_CACHE"
+_TIMEOUT = (10, 30)  # seconds to connect, and between two parts of an answer
+_AS_IT_IS = {"Accept-Encoding": "identity"}  # the header of a request for the file, not for a compressed form of it
 _KINDS = {
     "text": (".txt", ".md", ".markdown"),  # one document a file
     "lines": (".jsonl", ".ndjson"),  # one document a line
@@ -29,6 +42,14 @@ _KINDS = {
 }
 # Source code is one document a file too, whatever its suffix; these are known not to be text.
 _NO_CODE = (".png", ".jpg", ".gif", ".pdf", ".zip", ".tar", ".so", ".o", ".pyc", ".class", ".exe", ".bin", ".ico")
+_OPENERS: dict[str, Callable[[Any], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    # Arrow's: zstandard's own takes a file that is cut off for a whole one. A small buffer loses little before damage.
+    ".zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
+    "": lambda raw: io.BufferedReader(raw, CHUNK_BYTES),
+}
 
 
 class DamagedFile(Exception):
@@ -42,43 +63,62 @@ class SourceFile:
     url: str  # what is at a web address is read from the cache of downloads
     name: str
     kind: str  # see `kind_of`
-    bytes: int
-    sha256: str = ""
+    bytes: int  # as stored, of the file or the part
     start: int = 0  # a part of a file: the lines or row groups that begin in bytes [start, stop)
     stop: int | None = None
-
-    @property
-    def stored(self) -> int:
-        """Bytes of it, or of the part, as stored."""
-        return (self.bytes if self.stop is None else self.stop) - self.start
 
 
 @dataclass(frozen=True)
 class DatasetPart:
     """Part `index` of `parts` of a dataset: one of its files. `name` is for ids and messages."""
 
-    place: str  # its name on the Hub, or the path of its folder
     name: str  # the same on every machine
     index: int
     parts: int
     kind: ClassVar[str] = "dataset"
-    stored: ClassVar[int] = 1  # its bytes are not known
+    bytes: ClassVar[int] = 1  # they are not known
 
 
 Part = SourceFile | DatasetPart
 
 
-# ---- kinds and opening ----
+# ---- finding ----
 
 
-_OPENERS: dict[str, Callable[[Any], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    # Arrow's: zstandard's own takes a file that is cut off for a whole one. A small buffer loses little before damage.
-    ".zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
-    "": lambda raw: io.BufferedReader(raw, CHUNK_BYTES),
-}
+def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
+    """The files at a URL, sorted by name; those of a folder that are not readable have the kind "" and no bytes.
+
+    Raises UserError if none is readable, and TransientError where the network fails.
+    """
+    files: list[SourceFile] = []
+    code = source.kind == "code"
+    try:
+        if _is_web(url):
+            files.append(SourceFile(url, _name(url), kind_of(_name(url), code=code), _size_of(url)))
+        else:
+            filesystem, base, entries = _listed(url)
+            for path in sorted(path for path, entry in entries.items() if entry["type"] != "directory"):
+                name = encodable(path.removeprefix(base).lstrip("/"))
+                if not re.search(r"(^|/)\.", name):
+                    kind = kind_of(name, code=code)
+                    size = int(entries[path].get("size") or 0) if kind else 0
+                    files.append(SourceFile(filesystem.unstrip_protocol(path), name, kind, size))
+    except FileNotFoundError:
+        pass  # as where there is nothing in it
+    except Exception as error:  # OSError, and each library's own
+        fix = "Is there a network, and are you allowed to read it? gs:// needs pip install 'affinage[gcs]', s3:// "
+        fix += "'affinage[s3]'. A copy can be named in data.mirror."
+        kind_of_error = TransientError if is_transient(error) else UserError
+        raise kind_of_error(f"cannot reach {url!r}: {first_line(error)}", where=where, fix=fix) from None
+    if not any(file.kind for file in files):
+        what = f"no such file or folder, or nothing in it that can be read: {url!r}"
+        what += f"; found {', '.join(file.name for file in files[:3])}" if files else ""
+        fix = (
+            "Name a file, a folder or a URL of .txt, .md, .jsonl, .warc, .wet, MediaWiki's .xml (also .gz, .bz2, .xz, "
+        )
+        fix += ".zst) or .parquet. Relative paths start from `data.root`, else from the working directory."
+        raise UserError(what, where=where, fix=fix)
+    return files
 
 
 def compression_of(name: str) -> str:
@@ -98,20 +138,62 @@ def kind_of(name: str, *, code: bool = False) -> str:
     return "text" if code and kind in ("", "dump") and not bare.endswith(_NO_CODE) else kind
 
 
+def _is_web(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def _name(url: str) -> str:
+    return url.split("?", 1)[0].rstrip("/").rpartition("/")[2]
+
+
+def _listed(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
+    """What is at a URL: fsspec's file system, the folder that names start from, and the entries of the files by path.
+
+    That is one file, those in a folder, or those that a glob matches. The literal path comes first: names of files may
+    contain the characters of a glob. Raises the library's error, of which FileNotFoundError is one.
+    """
+    filesystem, path = url_to_fs(url, use_listings_cache=False)
+    try:
+        entry = filesystem.info(path)
+    except FileNotFoundError:
+        if not has_magic(path):
+            raise
+        folder = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
+        return filesystem, folder, filesystem.glob(path, detail=True)
+    if entry["type"] == "directory":
+        return filesystem, path.rstrip("/"), filesystem.find(path, detail=True)
+    return filesystem, path.rpartition("/")[0], {path: entry}
+
+
+def version_of(url: str) -> str:
+    """The version of a file, folder or glob at a server or in a bucket: its ETag, else time of change.
+
+    Returns "" where the server gives none. Raises the error of the library if it does not answer.
+    """
+    if _is_web(url):
+        return _version_in(_headers_of(url))
+    content = json.dumps(_listed(url)[2], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+# ---- opening ----
+
+
 def open_stored(file: SourceFile) -> IO[bytes]:
     """The bytes of a file as they are stored."""
-    filesystem, place = file_system(str(cached(file.url, file.sha256)) if is_web(file.url) else file.url)
-    return cast(IO[bytes], filesystem.open(place, "rb"))
+    place = str(cached(file.url)) if _is_web(file.url) else file.url
+    filesystem, path = url_to_fs(place, use_listings_cache=False)
+    return cast(IO[bytes], filesystem.open(path, "rb"))
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_plain(file: SourceFile) -> Iterator[Any]:
     """The decompressed bytes of a file; of one with damage all that come before it."""
     with open_stored(file) as raw, _OPENERS[compression_of(file.name)](raw) as stream:
         yield stream
 
 
-@contextmanager
+@contextlib.contextmanager
 def reports_damage() -> Iterator[None]:
     """Turn the many ways in which reading fails into DamagedFile, but not a network that fails: that passes."""
     try:
@@ -124,41 +206,80 @@ def reports_damage() -> Iterator[None]:
         raise DamagedFile(f"the file is damaged or cannot be read: {error}") from None
 
 
-# ---- finding ----
+# ---- downloads ----
 
 
-def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
-    """The files at a URL, sorted by name; those of a folder that are not readable have the kind "" and no bytes.
+def cached_path(url: str) -> Path:
+    """Where the download of a URL is, or will be: in `$AFFINAGE_CACHE`, else ~/.cache/affinage."""
+    folder = Path(os.path.expanduser(os.environ.get(CACHE_VARIABLE) or "~/.cache/affinage"))
+    return folder / "files" / hashlib.sha256(url.encode()).hexdigest()[:24] / (_name(url) or "file")
 
-    Raises UserError if none is readable, and TransientError where the network fails.
+
+def _version_file(url: str) -> Path:
+    """The file that holds the version which is downloaded."""
+    path = cached_path(url)
+    return path.with_name(path.name + ".version")
+
+
+def _headers_of(url: str) -> Any:
+    """The headers of the file at a web address; none where the server knows no HEAD. Raises requests' errors."""
+    answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
+    if answer.status_code in (405, 501):
+        return {}
+    answer.raise_for_status()
+    return answer.headers
+
+
+def _version_in(headers: Any) -> str:
+    return str(headers.get("ETag") or headers.get("Last-Modified") or "")
+
+
+def _size_of(url: str) -> int:
+    """The bytes of the file at a web address, 0 if not stated; a copy of another version than the server's goes."""
+    copy = cached_path(url)
+    if copy.is_file():
+        with contextlib.suppress(requests.RequestException):  # without an answer the copy is what there is
+            if version_of(url) not in ("", _version_file(url).read_text()):
+                copy.unlink()
+    return copy.stat().st_size if copy.is_file() else int(_headers_of(url).get("Content-Length", 0))
+
+
+def cached(url: str) -> Path:
+    """The local copy of the file at a web address, which is downloaded if it is not there.
+
+    What an interrupted download left is kept beside it as `.part` and resumed, if the server's file is still the
+    same; its size is checked against what the server says. Of several processes one downloads, the others wait.
+    Passwords are in ~/.netrc.
+
+    Raises UserError for a file that the server does not have, and TransientError where it cannot be reached.
     """
-    files: list[SourceFile] = []
-    code = source.kind == "code"
-    try:
-        if is_web(url):  # what is in the cache needs no network
-            name, copy = PurePosixPath(url.split("?", 1)[0]).name, cached_path(url)
-            size = copy.stat().st_size if copy.is_file() else int(headers_of(url).get("Content-Length", 0))
-            files.append(SourceFile(url, name, kind_of(name, code=code), size, source.sha256))
-        else:
-            filesystem, base, entries = listed(url)
-            for path in sorted(path for path, entry in entries.items() if entry["type"] != "directory"):
-                name = printable(path.removeprefix(base).lstrip("/"))
-                if not any(part.startswith(".") for part in PurePosixPath(name).parts):
-                    kind = kind_of(name, code=code)
-                    size = int(entries[path].get("size") or 0) if kind else 0
-                    files.append(SourceFile(filesystem.unstrip_protocol(path), name, kind, size))
-    except FileNotFoundError:
-        pass  # as where there is nothing in it
-    except Exception as error:  # OSError, and each library's own
-        fix = "Is there a network, and are you allowed to read it? gs:// needs pip install 'affinage[gcs]', s3:// "
-        fix += "'affinage[s3]'. A copy can be named in data.mirror."
-        kind_of_error = TransientError if is_transient(error) else UserError
-        raise kind_of_error(f"cannot reach {url!r}: {first_line(error)}", where=where, fix=fix) from None
-    if not any(file.kind for file in files):
-        what = f"no such file or folder, or nothing in it that can be read: {url!r}"
-        what += f"; found {', '.join(file.name for file in files[:3])}" if files else ""
-        fix = "Name text of yours (a file, a folder, a URL): --set data.sources='[my_text.txt]', of kind .txt, .md, "
-        fix += ".jsonl, .warc, .wet, MediaWiki's .xml (also .gz, .zst, .bz2, .xz) or .parquet. Relative paths start "
-        fix += "from `data.root` if it is set, else from the working directory."
-        raise UserError(what, where=where, fix=fix)
-    return files
+    path = cached_path(url)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(path.name + ".lock")):
+        if not path.is_file():
+            part = path.with_name(path.name + ".part")
+            try:
+                with_retries(partial(_download, url, part), url)
+            except requests.RequestException as error:
+                what = f"cannot download {url}: {first_line(error.__cause__ or error)}"
+                raise UserError(what, fix="Is the address right, and are you allowed to read it?") from None
+            part.replace(path)
+    return path
+
+
+def _download(url: str, part: Path) -> None:
+    """Append what is missing to `part`; all of the file, where the server has another one than `part` is of."""
+    rest: dict[str, str] = {}
+    if part.is_file() and (version := _version_file(url).read_text()):
+        rest = {"Range": f"bytes={part.stat().st_size}-", "If-Range": version}
+    with requests.get(url, headers=_AS_IT_IS | rest, stream=True, timeout=_TIMEOUT) as answer:
+        if answer.status_code == 416 and rest:  # it ends where `part` ends, or before
+            part.unlink()
+            raise ConnectionError("the server has less than was downloaded")
+        answer.raise_for_status()
+        resumed = answer.status_code == 206
+        if not resumed:
+            _version_file(url).write_text(_version_in(answer.headers))
+        with part.open("ab" if resumed else "wb") as file:
+            for chunk in answer.iter_content(1 << 15):
+                file.write(chunk)

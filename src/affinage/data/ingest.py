@@ -1,35 +1,27 @@
-"""Step `ingest`: every source of the recipe becomes documents of one form, with what is known about each.
-
-The work is divided into tasks that do not depend on the number of workers: small files together, a large one in parts
-where its kind can be read in parts, a file of a dataset each.
-"""
+"""Step `ingest`: every source of the recipe becomes documents of one form, with what is known about each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
-from affinage.config.training import TuningSettings
-from affinage.data.documents import DocumentWriter, Stats, clear_documents
+from affinage.data.documents import DocumentWriter, Stats, document_files
 from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
 from affinage.data.files import DamagedFile, Part, SourceFile, compression_of, find
 from affinage.data.hub_datasets import at_commit, parts_of
 from affinage.data.order import shuffle_keys
-from affinage.data.places import is_folder, is_on_hub, is_remote, location, unique
-from affinage.data.readers import BROKEN, UNKNOWN_KIND, BadRecord, Record, read_records
+from affinage.data.places import is_on_hub, is_remote, located, unique
+from affinage.data.readers import UNKNOWN_KIND, BadRecord, Record, read_records
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError
 
 TASK_BYTES = 32_000_000  # of files, as stored
 WAVE, WAVE_BYTES = 64, 100_000  # tasks that share what is left of `max_bytes`, at most; text of each, at least
-_FIXES = {
-    "no text key": "Name the key that holds the text: sources: [{path: ..., text_key: ...}].",
-    "not UTF-8": "Convert it, for example with: iconv -f latin1 -t utf-8.",
-}
 
 
 @dataclass(frozen=True)
@@ -40,12 +32,8 @@ class Task:
     source: SourceSettings  # a dataset of the Hub has the commit that it is at as `revision`
     parts: tuple[Part, ...]
     stem: str  # of the files that it writes
+    stored: int  # bytes of its files, as stored; parts of a dataset count one each
     limit: int | None = None  # bytes of text
-
-    @property
-    def stored(self) -> int:
-        """Bytes of its files, as stored; parts of a dataset count one each."""
-        return sum(part.stored for part in self.parts)
 
 
 def ingest(
@@ -56,67 +44,65 @@ def ingest(
     Documents of a source keep the order of its sorted file names, then of the file. A record that cannot be used is
     counted by reason; a source of which nothing can be used, and a damaged file (unless `on_error` is `skip`), is a
     UserError. Of a source with `max_bytes`, `sample` is a share of these bytes, else of its documents. The summary also
-    counts `not_sampled` documents and those with `lone_surrogates` that were replaced, and has the `commits` at which
-    datasets of the Hub were read. An interrupted call resumes with the missing tasks.
+    has the `commits` at which datasets of the Hub were read. An interrupted call resumes with the missing tasks.
     """
     tasks: dict[str, list[Task]] = {}  # by the name of the source
-    commits: dict[str, str] = {}
     world = str(Path(world_folder or "") / "documents" / "*.jsonl")
     for position, source in enumerate(settings.sources):
         name = unique(source.title, tasks)
-        source, parts = find_parts(source, settings, f"data.sources[{position}]", world)
-        if is_on_hub(source, settings.mirror):
-            commits[name] = source.revision
+        source, parts = find_parts(located(source, settings), f"data.sources[{position}]", world)
         tasks[name] = _divide(name, source, parts)
+    commits = {name: own[0].source.revision for name, own in tasks.items() if is_on_hub(own[0].source)}
     by_source = _read_all(tasks, folder, settings, executor)
 
     for position, (source, results) in enumerate(zip(settings.sources, by_source)):
         own = Stats.total(result["stats"] for result in results)
         if not own.documents and not own.other["not_sampled"]:
-            where = f"data.sources[{position}] ({source.path or source.dataset})"
+            where = f"data.sources[{position}] ({source.place})"
             reasons = [reason for reason, _ in own.removed.most_common() if reason != UNKNOWN_KIND]
             if not reasons:
                 raise UserError("there is no document in it", where=where)
             first, count = own.samples[reasons[0]][0], own.removed.total()
             what = f"none of its {count} records can be used; {first['id']}: {reasons[0]}: {first['detail']}"
-            raise UserError(what, where=where, fix=_FIXES.get(reasons[0], ""))
+            raise UserError(what, where=where)
     results = [result for results in by_source for result in results]
     total = Stats.total(result["stats"] for result in results)
     counts = {name: total.other[name] for name in ("not_sampled", "lone_surrogates")}
     if not total.documents:
         what = f"the sample holds none of {counts['not_sampled']} documents"
         raise UserError(what, where="data.sample", fix="Take more.")
-    clear_documents(folder, kept={folder / file for result in results for file in result["files"]})
+    kept = {folder / file for result in results for file in result["files"]}
+    for stale in set(document_files(folder)) - kept:  # of an attempt before, at another commit
+        stale.unlink()
     clear_completions(folder)
     return total.summary() | counts | ({"commits": commits} if commits else {})
 
 
 def find_parts(
-    source: SourceSettings, settings: DataSettings | TuningSettings, where: str, world: str = ""
+    source: SourceSettings, where: str, world: str = "", *, of_text: bool = True
 ) -> tuple[SourceSettings, Sequence[Part]]:
-    """The settings of a source, with the commit of a dataset of the Hub as its revision, and the parts of it.
+    """The settings of a located source, with the commit of a dataset of the Hub as its revision, and the parts of it.
 
-    `world` is where the pocket world's files are. Raises UserError if the source is not there, or a dataset of
-    documents has no column of text.
+    `world` is where the pocket world's files are. Raises UserError if the source, or its column of text, is not there.
     """
-    place = location(source, settings.root, settings.mirror)
     if source.path == POCKET_WORLD:  # of which no more is generated than `max_bytes`
-        place, source = world, source.model_copy(update={"max_bytes": None})
-    if is_on_hub(source, settings.mirror):
-        source = at_commit(place, source, where)
-    elif not source.dataset or not is_folder(source.dataset):
-        return source, find(place, source, where)
-    return source, parts_of(place, source, where, of_text=isinstance(settings, DataSettings))
+        return source.model_copy(update={"max_bytes": None}), find(world, source, where)
+    if source.path:
+        return source, find(source.path, source, where)
+    source = at_commit(source, where) if is_on_hub(source) else source
+    return source, parts_of(source, where, of_text=of_text)
 
 
-def check(source: SourceSettings, settings: DataSettings, where: str = "") -> None:
+def check(source: SourceSettings, settings: DataSettings) -> None:
     """Check that a source is there, without reading it. Raises UserError if it is not."""
-    place = location(source, settings.root, settings.mirror)
-    on_hub = is_on_hub(source, settings.mirror)
-    if on_hub or place.startswith("hf://datasets/"):  # a gated one shows its files to everybody
-        at_commit(place if on_hub else "/".join(place.split("/")[3:5]).partition("@")[0], source, where)
-    if source.path != POCKET_WORLD and not on_hub:
-        find_parts(source, settings, where)
+    source = located(source, settings)
+    if source.path.startswith("hf://datasets/"):  # a gated one shows its files to everybody
+        name = "/".join(source.path.split("/")[3:5]).partition("@")[0]
+        at_commit(source.model_copy(update={"dataset": name}), "")
+    if is_on_hub(source):
+        at_commit(source, "")
+    elif source.path != POCKET_WORLD:
+        find_parts(source, "")
 
 
 # ---- tasks ----
@@ -128,38 +114,36 @@ def _divide(name: str, source: SourceSettings, parts: Sequence[Part]) -> list[Ta
     size = 0  # of the last group
     for part in parts:
         pieces, divisible = [part], part.kind in ("lines", "table") and not compression_of(part.name)
-        if isinstance(part, SourceFile) and divisible and part.stored > TASK_BYTES:
-            starts = range(0, part.stored, TASK_BYTES)
-            pieces = [replace(part, start=at, stop=min(at + TASK_BYTES, part.stored)) for at in starts]
+        if isinstance(part, SourceFile) and divisible and part.bytes > TASK_BYTES:
+            bounds = [*range(0, part.bytes, TASK_BYTES), part.bytes]
+            pieces = [replace(part, start=a, stop=b, bytes=b - a) for a, b in pairwise(bounds)]
         for piece in pieces:
-            size += piece.stored
+            size += piece.bytes
             if not groups or size > TASK_BYTES or piece.kind == "dataset":
                 groups.append([])
-                size = piece.stored
+                size = piece.bytes
             groups[-1].append(piece)
-    return [Task(name, source, tuple(group), f"{name}-{number:05d}") for number, group in enumerate(groups)]
+    return [
+        Task(name, source, tuple(group), f"{name}-{number:05d}", sum(part.bytes for part in group))
+        for number, group in enumerate(groups)
+    ]
 
 
 def _read_all(
     tasks: dict[str, list[Task]], folder: Path, settings: DataSettings, executor: Executor
 ) -> list[list[dict[str, Any]]]:
-    """What the tasks of each source read, in their order.
-
-    Of a source with `max_bytes`, tasks are read in waves, in shuffled order, each with its share of what is left, until
-    the source has given as much. So a little of a corpus is taken from many of its files, and much in whole files.
-    """
     results: dict[str, dict[str, Any]] = {}  # by stem
-    remote = any(map(is_remote, settings.sources)) and not settings.mirror
 
     def read(work: list[Task], name: str) -> int:
-        """Read some tasks; returns the bytes of text that they gave."""
-        bytes = max(sum(task.stored for task in work), POOL_BYTES if remote else 0)
-        done = executor.map(partial(run, folder, settings), work, folder / "completions" / name, bytes=bytes)
+        size = sum(POOL_BYTES if is_remote(task.source) else task.stored for task in work)
+        done = executor.map(partial(run, folder, settings), work, folder / "completions" / name, bytes=size)
         results.update(zip([task.stem for task in work], done, strict=True))
         return sum(sum(result["stats"]["bytes"].values()) for result in done)
 
     if everything := [task for own in tasks.values() for task in own if task.source.max_bytes is None]:
         read(everything, "whole")
+    # Of a source with `max_bytes`, tasks are read in waves, in shuffled order, each with its share of what is left,
+    # until the source has given as much. So a little of a corpus is taken from many files, and much in whole files.
     for name, own in tasks.items():
         left = total = (own[0].source.max_bytes or 0) * settings.sample
         order = np.argsort(shuffle_keys([task.stem for task in own], 0, "waves"), kind="stable")
@@ -174,7 +158,7 @@ def _read_all(
 
 
 def run(folder: Path, settings: DataSettings, task: Task) -> dict[str, Any]:
-    """Read the parts of one task into document files; returns its statistics."""
+    """Read the parts of one task into document files; returns its statistics and files."""
     stats, taken, source, code = Stats(), 0, task.source, task.source.kind == "code"
     with DocumentWriter(folder / task.name, task.stem, stats) as writer:
         for record in _usable(task, settings, stats):
@@ -194,8 +178,7 @@ def run(folder: Path, settings: DataSettings, task: Task) -> dict[str, Any]:
                 license=record.license or source.license,
                 text=record.text,
             )
-    files = [str(path.relative_to(folder)) for path in writer.files]
-    return {"stats": vars(stats), "files": files}
+    return {"stats": vars(stats), "files": [str(path.relative_to(folder)) for path in writer.files]}
 
 
 def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record]:
@@ -205,9 +188,6 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
         try:
             for record in read_records(part, task.source):
                 if isinstance(record, BadRecord):
-                    if settings.on_error == "raise" and record.reason in BROKEN:
-                        fix = "Mend it, or count and skip such records: data.on_error=skip."
-                        raise UserError(f"{record.reason}: {record.detail}", where=record.id, fix=fix)
                     stats.read.update(documents=1, bytes=len(record.text.encode(errors="replace")))
                     stats.remove(record.reason, id=record.id, source=name, text=record.text, detail=record.detail)
                 elif share == 1 or shuffle_keys([f"{name}/{record.id}"], 0, "sample")[0] < share * 2**64:
@@ -215,7 +195,7 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
                 else:
                     stats.other["not_sampled"] += 1
         except DamagedFile as damage:
-            if settings.on_error != "skip":
+            if settings.on_error == "raise":
                 where = part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name
                 fix = "Replace the file, or set data.on_error=skip to keep what can be read of such files."
                 raise UserError(str(damage), where=where, fix=fix) from None

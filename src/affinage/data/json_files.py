@@ -9,16 +9,18 @@ from affinage.errors import UserError
 
 
 def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
-    """Write the whole of the parts to `path`, one after the other, or nothing."""
-    partial = path.with_name(path.name + ".partial")
+    """Write the parts to `path`, one after the other; after a crash at any moment it is the old file or the new one."""
+    partial = path.with_name(f".{path.name}.part")
     with partial.open("wb") as file:
         file.writelines(parts)
-    os.replace(partial, path)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON to `path`, or nothing."""
-    text = json.dumps(value, ensure_ascii=False, indent=2)
+    """Write `value`, which may hold NumPy's numbers and arrays, to `path` as indented JSON, or nothing."""
+    text = json.dumps(value, ensure_ascii=False, indent=2, default=lambda other: other.tolist())
     write_atomically(path, text.encode(errors="backslashreplace") + b"\n")  # JSON spells half a surrogate pair so
 
 

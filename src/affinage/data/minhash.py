@@ -101,7 +101,7 @@ def longest_text(offsets: Array) -> int:
 
 
 @kernel
-def _shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Array) -> int:
+def shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Array) -> int:
     """Write the hashes of all `ngram` words in a row to `out`; a text without words has the one shingle `wordless`."""
     power = np.uint64(1)
     for _ in range(ngram):
@@ -121,15 +121,15 @@ def _sign(
     data: Array, offsets: Array, table: Array, ngram: int, a: Array, b: Array, content: Array, keys: Array
 ) -> None:
     room = longest_text(offsets) + 1
-    words, shingles = np.empty(room, np.uint64), np.empty(room, np.uint64)
+    words, runs = np.empty(room, np.uint64), np.empty(room, np.uint64)
     minima, whole = np.empty(a.size, np.uint32), np.empty(2, np.uint64)
     rows = a.size // keys.shape[0]
     for text in range(offsets.size - 1):
         found = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
         content[0, text], content[1, text] = whole[0], whole[1]
         minima[:] = np.uint32(0xFFFFFFFF)
-        for i in range(_shingles(words, found, ngram, whole[0], shingles)):
-            x = np.uint32(shingles[i] >> np.uint64(32))
+        for i in range(shingles(words, found, ngram, whole[0], runs)):
+            x = np.uint32(runs[i] >> np.uint64(32))
             for k in range(minima.size):
                 minima[k] = min(minima[k], np.uint32(a[k] * x + b[k]))
         for band in range(keys.shape[0]):
@@ -156,13 +156,13 @@ def sign(text: pa.Array, ngram: int, bands: int, rows: int) -> tuple[np.ndarray,
 @kernel
 def _shingle_sets(data: Array, offsets: Array, table: Array, ngram: int, out: Array, sizes: Array) -> int:
     room = longest_text(offsets) + 1
-    words, shingles, whole = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(2, np.uint64)
+    words, runs, whole = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(2, np.uint64)
     start = 0
     for text in range(sizes.size):
         found = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
-        count = _shingles(words, found, ngram, whole[0], shingles)
+        count = shingles(words, found, ngram, whole[0], runs)
         end = start
-        for shingle in np.sort(shingles[:count]):
+        for shingle in np.sort(runs[:count]):
             if end == start or out[end - 1] != shingle:
                 out[end] = shingle
                 end += 1

@@ -1,37 +1,42 @@
-"""Where the files of a source are: on this machine, behind a URL, or on the Hub."""
+"""Where the files of a source are: on this machine, behind a URL, or on the Hugging Face Hub; what the Hub answers."""
 
 import os
 from collections.abc import Container
 from pathlib import Path
+from typing import TypeVar
 
-from affinage.config.data import POCKET_WORLD, PlaceSettings
-from affinage.errors import UserError
-from affinage.paths import from_home
+from affinage.config.data import POCKET_WORLD, DataSettings, PlaceSettings
+from affinage.config.training import TuningSettings
+from affinage.errors import TransientError, UserError, causes, first_line, is_transient
+
+Place = TypeVar("Place", bound=PlaceSettings)
 
 
-def location(source: PlaceSettings, root: str, mirror: str) -> str:
-    """Where the files of a source are; of a dataset that is not a local folder, its name on the Hub.
+def located(source: Place, settings: DataSettings | TuningSettings) -> Place:
+    """The source with the path, or the name of the dataset, under which its files are opened.
 
     Relative paths start from `root`. With a `mirror`, what is remote is `<mirror>/<name of the source>` instead.
     """
     if source.path == POCKET_WORLD:
-        return POCKET_WORLD
-    if mirror and is_remote(source):
-        return f"{os.path.expanduser(mirror).rstrip('/')}/{source.title}"
-    place = os.path.expanduser(source.path or source.dataset)
-    if is_remote(source) or not root or os.path.isabs(place) or "://" in place:
-        return place
-    return f"{os.path.expanduser(root).rstrip('/')}/{place}"
+        return source
+    if is_remote(source):
+        copy = {"path": f"{os.path.expanduser(settings.mirror).rstrip('/')}/{source.title}", "dataset": ""}
+        return source.model_copy(update=copy if settings.mirror else {})
+    place = os.path.expanduser(source.place)
+    if settings.root and not (os.path.isabs(place) or "://" in place):
+        place = f"{os.path.expanduser(settings.root).rstrip('/')}/{place}"
+    return source.model_copy(update={"path" if source.path else "dataset": place})
 
 
 def is_remote(source: PlaceSettings) -> bool:
     """Whether its text is on another machine: a URL, or a dataset of the Hub."""
-    return is_url(source.path) or (bool(source.dataset) and not is_folder(source.dataset))
+    return is_url(source.place) or is_on_hub(source)
 
 
-def is_on_hub(source: PlaceSettings, mirror: str) -> bool:
-    """Whether a source is a dataset that must be fetched from the Hub."""
-    return bool(source.dataset) and is_remote(source) and not mirror
+def is_on_hub(source: PlaceSettings) -> bool:
+    """Whether a source is a dataset of the Hub: its names are `name` or `owner/name`, everything else is a path."""
+    name = source.dataset
+    return bool(name) and not (name.startswith((".", "/", "~")) or name.count("/") > 1)
 
 
 def is_url(path: str) -> bool:
@@ -39,17 +44,12 @@ def is_url(path: str) -> bool:
     return "://" in path and not path.startswith(("file://", "local://", "memory://"))
 
 
-def is_folder(dataset: str) -> bool:
-    """Whether a dataset is a folder: the Hub's names are `name` or `owner/name`, everything else is a path."""
-    return dataset.startswith((".", "/", "~")) or dataset.count("/") > 1
-
-
 def released_folder(place: str, runs: Path) -> Path:
     """The documents of a run in the folder of runs, or of a folder: of a run, those that its split passed on.
 
     Raises UserError if there is no such run or folder.
     """
-    for folder in (from_home(place), runs / place):
+    for folder in (Path(os.path.expanduser(place)), runs / place):
         if folder.is_dir():
             return folder / "split" if (folder / "split").is_dir() else folder
     fix = "Name a run in the folder of runs, or a folder with Parquet files that have a column `text`."
@@ -64,6 +64,34 @@ def unique(title: str, taken: Container[str]) -> str:
     return name
 
 
-def printable(path: str) -> str:
-    """A path as text: bytes in it that are not UTF-8, as old archives have them, are spelled (caf\\xe9.txt)."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+# ---- the Hub ----
+
+
+def limit_requests(seconds: float = 120.0) -> None:
+    """Let huggingface_hub's requests fail after some seconds without an answer, for which they would wait forever."""
+    from huggingface_hub import get_session
+
+    get_session().timeout = seconds
+
+
+def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where: str = "") -> UserError:
+    """The message for an error with which the Hub, or the way to it, answered; a TransientError if it may pass.
+
+    `error` is as huggingface_hub or `datasets` raised it, `kind` is dataset or model, `name` and `revision` are of the
+    repository, and `where` is the place in the recipe.
+    """
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+    for cause in causes(error):
+        if isinstance(cause, errors.GatedRepoError):
+            fix = f"Accept its terms at {page}, then log in: hf auth login."
+            return UserError(f"the {kind} {name!r} is gated", where=where, fix=fix)
+        final = isinstance(cause, errors.HFValidationError | errors.OfflineModeIsEnabled)
+        if final or (isinstance(cause, errors.HfHubHTTPError) and not is_transient(cause)):
+            what = f"the Hub does not give the {kind} {name!r}" + (f" at revision {revision!r}" if revision else "")
+            fix = f"Is the name right? See {page}. Private ones need: hf auth login (or HF_TOKEN). A folder on this "
+            return UserError(f"{what}: {first_line(cause)}", where=where, fix=f"{fix}machine is written ./FOLDER.")
+    what = f"the Hugging Face Hub cannot be reached for the {kind} {name!r}: {first_line(error)}"
+    fix = f"Is there a network? Run the same command again, or name a copy of the {kind} on this machine in its place"
+    return TransientError(what, where=where, fix=fix + (", or data.mirror." if kind == "dataset" else "."))

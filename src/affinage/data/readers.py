@@ -1,21 +1,22 @@
 """Reads the records of one file, whatever its kind and compression; those that cannot be used come with the reason."""
 
+import contextlib
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import CHUNK_BYTES, Part, SourceFile, open_plain, open_stored, reports_damage
+from affinage.data.files import CHUNK_BYTES, DamagedFile, Part, SourceFile, open_plain, open_stored, reports_damage
 from affinage.data.json_files import encodable
 from affinage.errors import UserError, plain
 
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
 UNKNOWN_KIND = "unknown kind of file"
-BROKEN = ("not JSON", "not UTF-8", "not a JSON object", "no text key", "text is not a string", "binary", "too large")
 _FIELD = re.compile(r"\{([^{}]+)\}")
 
 
@@ -52,16 +53,14 @@ def read_records(part: Part, settings: SourceSettings) -> Records:
     `<file>@<byte>` for the lines of a file that is read in parts. Books come in several records.
     Raises DamagedFile where the file as a whole cannot be read on, UserError where a table has no column of text.
     """
-    from affinage.data.gutenberg import parts_of_book
     from affinage.data.hub_datasets import stream
-    from affinage.data.warc import read_warc
     from affinage.data.wikipedia import read_dump
 
     readers: dict[str, Callable[[Any, SourceSettings], Records]] = {
         "text": _read_text,
         "lines": _read_lines,
         "table": _read_table,
-        "warc": read_warc,
+        "warc": _read_warc,
         "dump": read_dump,
         "dataset": stream,
         "": lambda file, settings: iter([BadRecord(file.name, UNKNOWN_KIND, "")]),
@@ -69,7 +68,7 @@ def read_records(part: Part, settings: SourceSettings) -> Records:
     with reports_damage():
         for record in readers[part.kind](part, settings):
             if settings.kind == "gutenberg" and isinstance(record, Record):
-                yield from parts_of_book(record)
+                yield from _parts_of_book(record)
             else:
                 yield record
 
@@ -86,22 +85,18 @@ def needed_columns(settings: SourceSettings, names: list[str], where: str = "") 
         fix = "Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}]."
         what = f"it has no column {settings.text_key!r}; it has {', '.join(names)}"
         raise UserError(what, where=where, fix=fix)
-    keys = ["source", "language", "lang", "licence", "license", *settings.filter, *_FIELD.findall(settings.url_key)]
-    keys += [settings.text_key, settings.id_key, settings.url_key, settings.license_key]
+    keys = ["source", "language", "lang", settings.text_key, settings.id_key, settings.license_key, settings.url_key]
+    keys += _FIELD.findall(settings.url_key)
     needed = {part for key in keys for part in (key, key.partition(".")[0])}
     return [name for name in names if name in needed]
 
 
 def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -> Record | BadRecord:
     """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
-    for key, wanted in settings.filter.items():
-        value = _word(fields, key)
-        if value not in ((wanted,) if isinstance(wanted, str) else wanted):
-            return BadRecord(place, "not asked for", f"{key} is {value!r}")
     text = _look_up(fields, settings.text_key)
     if text is _ABSENT:
         names = encodable(", ".join(map(str, fields)))
-        return BadRecord(place, "no text key", f"no {settings.text_key!r} among the keys {names}")
+        return BadRecord(place, "no text key", f"no {settings.text_key!r} among {names}: set `text_key` of the source")
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     except UnicodeDecodeError as error:
@@ -120,7 +115,7 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
         language=_word(fields, "language") or _word(fields, "lang"),
         # a key, or a pattern of keys that all have a value
         url=values.get(url) or (_FIELD.sub(lambda match: values[match[1]], url) if all(values.values()) else ""),
-        license=_word(fields, settings.license_key or "licence") or _word(fields, settings.license_key or "license"),
+        license=_word(fields, settings.license_key),
         replaced=whole != text,
     )
 
@@ -145,7 +140,54 @@ def _word(fields: Mapping[str, Any], key: str) -> str:
 
 def _not_utf8(place: str, error: UnicodeDecodeError) -> BadRecord:
     glimpse = error.object[max(0, error.start - 60) : error.start + 140].decode("utf-8", "replace")
-    return BadRecord(place, "not UTF-8", f"{error.reason} at byte {error.start}", glimpse)
+    detail = f"{error.reason} at byte {error.start}; convert it with iconv -f latin1 -t utf-8"
+    return BadRecord(place, "not UTF-8", detail, glimpse)
+
+
+# ---- books of Project Gutenberg ----
+
+PART_CHARACTERS = 50_000  # of a book, about; a longer document than `data.filters.max_characters` is removed
+_HEAD_CHARACTERS = 20_000  # headers are shorter
+_START = re.compile(
+    r"^\*{3} ?START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[ \t]*$|^\*END[* ]{0,2}THE SMALL PRINT![^\n]*$"
+    r"|^\*+ ?These (?:original )?(?:e-?texts|ebooks) (?:are|were) prepared[^\n]*$",
+    re.I | re.M | re.S,
+)
+_END = re.compile(
+    r"^\s*\**\s*(?:End of (?:the |this )?|Fin (?:de|du) )Proje(?:ct|t) Gutenberg|^\*{3} ?END OF TH(?:E|IS) PROJECT",
+    re.I | re.M,
+)
+_BOOK = re.compile(r"\[\s*(?:e-?book|e-?text)\s*#\s*(\d+)", re.I)
+_BOOK_IN_NAME = re.compile(r"(?:^|/|pg)(\d{1,6})(?:-\d)?(?:\.txt|\.utf8|$)", re.I)
+_PRODUCED = re.compile(r"\A\s*(?:Produced|E-text prepared|Transcribed) (?:by|from)[^\n]*(?:\n[^\n]+)*\n", re.I)
+
+
+def _parts_of_book(book: Record) -> Records:
+    """A book without Project Gutenberg's header and license, cut at blank lines into records `<book>#<part>`.
+
+    Books that the project says are still under copyright are refused.
+    """
+    text = book.text.replace("\r\n", "\n").replace("\r", "\n")
+    head = text[:_HEAD_CHARACTERS]
+    number = _BOOK.search(head) or _BOOK_IN_NAME.search(book.id)
+    id, url = (number[1], f"https://www.gutenberg.org/ebooks/{number[1]}") if number else (book.id, "")
+    if "this is a copyrighted project gutenberg" in head.lower():
+        yield BadRecord(id, "under copyright", "its header says so", head[:200])
+        return
+    if start := _START.search(text, 0, _HEAD_CHARACTERS):
+        text = text[start.end() :]
+    if end := _END.search(text, len(text) // 2):
+        text = text[: end.start()]
+    text = _PRODUCED.sub("", text).strip("\n").rstrip()
+    if not text:
+        yield BadRecord(id, "empty", "nothing between header and license", head[:200])
+    whole = replace(book, url=book.url or url, license=book.license or "public domain in the USA (Project Gutenberg)")
+    position, begin = 0, 0
+    while begin < len(text):
+        blank = text.find("\n\n", begin + PART_CHARACTERS)
+        stop = len(text) if blank < 0 else blank
+        yield replace(whole, id=f"{id}#{position}", text=text[begin:stop].strip("\n"))
+        position, begin = position + 1, stop
 
 
 # ---- kinds of files ----
@@ -222,3 +264,59 @@ def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
                     number += batch.num_rows
             else:
                 number += metadata.num_rows
+
+
+# ---- web archives ----
+
+
+def _read_warc(file: SourceFile, settings: SourceSettings) -> Records:
+    from fastwarc.warc import ArchiveIterator, WarcRecordType
+
+    number, kinds = 0, WarcRecordType.response | WarcRecordType.conversion
+    with open_plain(file) as stream:
+        try:
+            for number, entry in enumerate(ArchiveIterator(stream, record_types=kinds, parse_http=True), 1):
+                yield _read_entry(entry, f"{file.name}#{number}")
+        except (ValueError, RuntimeError) as error:
+            raise DamagedFile(f"the file is damaged: {error}") from None
+    if not number and file.bytes:
+        raise DamagedFile("the file holds no web page: is it a web archive?")
+
+
+def _read_entry(entry: Any, place: str) -> Record | BadRecord:
+    from fastwarc.warc import WarcRecordType
+    from resiliparse.extract.html2text import extract_plain_text
+    from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+
+    id, limit = (entry.record_id or place).removeprefix("<urn:uuid:").removesuffix(">"), MAX_RECORD_BYTES
+    url = entry.headers.get("WARC-Target-URI", "").strip("<>")
+    if html := entry.record_type == WarcRecordType.response:
+        kind = (entry.http_content_type or "").lower()
+        status = None if entry.http_headers is None else entry.http_headers.status_code
+        if not entry.is_http or status != 200:
+            return BadRecord(id, "not found", f"status {status} of {url}")
+        if not kind.startswith(("text/html", "application/xhtml+xml")):
+            return BadRecord(id, "not HTML", f"{kind or 'no content type'} of {url}")
+    content = entry.reader.read(limit + 1)
+    if len(content) < min(entry.content_length, limit + 1):
+        raise DamagedFile(f"the file is cut off in the record of {url}")
+    if html:
+        names = ("Content-Encoding", "Transfer-Encoding")
+        coding = " ".join(filter(None, map(entry.http_headers.get, names)))
+        # Many archives hold pages that were decoded already, under the header of before; FastWARC's own decoding would
+        # end the whole archive there.
+        if coding not in ("", "identity") and content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"<":
+            try:
+                content = zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(content, limit + 1)  # gzip or deflate
+            except zlib.error:
+                return BadRecord(id, "unknown compression", f"{coding} of {url}")
+    if len(content) > limit:
+        return BadRecord(id, "too large", f"a page over {limit / 1e6:.0f} MB: {url}")
+    text = content.decode("utf-8", "replace")
+    if html:  # in the charset that its header states, or else in the one it looks like: many state what is no charset
+        for encoding in filter(None, (entry.http_charset, detect_encoding(content))):
+            with contextlib.suppress(LookupError, ValueError):
+                text = str(bytes_to_str(content, encoding, errors="replace"))
+                break
+        text = str(extract_plain_text(text, main_content=True, alt_texts=False, list_bullets=False))
+    return Record(id, encodable(text), url=url) if text.strip() else BadRecord(id, "empty", f"no text in {url}")

@@ -1,6 +1,5 @@
 """Step `split`: the part of the corpus that is never trained on."""
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,8 @@ def split(
     """Divide documents into `folder/train` and `folder/validation` and return the step's summary.
 
     By document: of every source and language the share `settings.validation_fraction`, rounded, and at least one of 4,
-    goes to validation: the documents whose hashes with the seed are smallest, whatever their order in the files. With
-    `settings.group_separator` documents whose ids agree up to there stay together: the hash is of what they share.
-    By tail: of every document the last share of its characters, from the next line (or word) on, becomes a validation
-    document, with the same id.
+    goes to validation: the documents whose hashes with the seed are smallest. With `settings.group_separator` documents
+    whose ids agree up to there stay together. By tail: the last share of every document goes, with the same id.
     In the summary, `documents_out` counts the training documents and `validation` has the others by
     `<source>.<language>`. An interrupted call resumes. Raises UserError if nothing is left to train on.
     """
@@ -35,19 +32,23 @@ def split(
     held_out = _held_out(paths, settings, seed)
 
     def write(task: tuple[Path, int]) -> list[dict[str, Any]]:
-        (path, first), statistics, writers = task, (Stats(), Stats()), []
-        with contextlib.ExitStack() as stack:
-            for part, stats in zip(("train", "validation"), statistics):
-                place = folder / part / path.parent.relative_to(documents_folder)
-                writers.append(stack.enter_context(DocumentWriter(place, path.stem, stats)))
+        (path, first), statistics, place = task, (Stats(), Stats()), task[0].parent.relative_to(documents_folder)
+        with (
+            DocumentWriter(folder / "train" / place, path.stem, statistics[0]) as train,
+            DocumentWriter(folder / "validation" / place, path.stem, statistics[1]) as validation,
+        ):
             for before, batch in statistics[0].entering(path):
                 if settings.by == "tail":
-                    parts = _cut_tails(batch, settings.validation_fraction)
+                    rows = batch.to_pylist()
+                    parts = [cut_tail(row["text"], settings.validation_fraction) for row in rows]
+                    heads = [row | {"text": head} for row, (head, _) in zip(rows, parts)]
+                    tails = [row | {"text": tail} for row, (_, tail) in zip(rows, parts) if tail]
+                    train.write(pa.RecordBatch.from_pylist(heads, batch.schema))
+                    validation.write(pa.RecordBatch.from_pylist(tails, batch.schema))
                 else:
                     own = held_out[first + before :][: batch.num_rows]
-                    parts = [batch.filter(pa.array(rows)) for rows in (~own, own)]
-                for writer, documents in zip(writers, parts):
-                    writer.write(documents)
+                    train.write(batch.filter(pa.array(~own)))
+                    validation.write(batch.filter(pa.array(own)))
         return [vars(stats) for stats in statistics]
 
     results = executor.map(write, list(zip(paths, first_documents(paths))), folder, threads=True)
@@ -92,14 +93,6 @@ def _held_out(paths: Sequence[Path], settings: SplitSettings, seed: int) -> np.n
     return np.isin(keys, keys[chosen])  # what belongs together goes whole, though its languages may differ
 
 
-def _cut_tails(batch: pa.RecordBatch, share: float) -> list[pa.RecordBatch]:
-    documents = batch.to_pylist()
-    parts = [cut_tail(document["text"], share) for document in documents]
-    heads = [document | {"text": head} for document, (head, _) in zip(documents, parts)]
-    tails = [document | {"text": tail} for document, (_, tail) in zip(documents, parts) if tail]
-    return [pa.RecordBatch.from_pylist(rows, batch.schema) for rows in (heads, tails)]
-
-
 def cut_tail(text: str, share: float) -> tuple[str, str]:
     """A text in two parts, the second at most `share` of its characters, from the start of a line or else of a word on.
 
@@ -107,7 +100,6 @@ def cut_tail(text: str, share: float) -> tuple[str, str]:
     """
     cut = len(text) - int(len(text) * share)
     for mark in ("\n", " "):
-        found = text.find(mark, max(0, cut - 1))
-        if 0 <= found < len(text) - 1:
-            return text[: found + 1], text[found + 1 :]
+        if 0 < (start := text.find(mark, max(0, cut - 1)) + 1) < len(text):
+            return text[:start], text[start:]
     return text, ""

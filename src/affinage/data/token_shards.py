@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +27,10 @@ import pyarrow.parquet as pq
 from jaxtyping import Integer
 
 from affinage.data import executor
+from affinage.data.code_points import kernel
 from affinage.data.json_files import write_atomically, write_json
-from affinage.data.packing import best_fit, concatenate
 from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError, is_transient
-from affinage.paths import from_home
 
 FACTS = "shards.json"
 SCHEMA = pa.schema(
@@ -56,14 +56,7 @@ def is_local(place: str) -> bool:
 
 def local_path(place: str) -> Path:
     """Return the path that a local path or URL means."""
-    return Path(fsspec.core.strip_protocol(place)) if "://" in place else from_home(place)
-
-
-def check_url(url: str) -> None:
-    """Raise UserError for a URL of an unknown kind, or whose package is missing; nothing is read."""
-    if not is_local(url):
-        with errors_at(url):
-            fsspec.get_filesystem_class(url.partition("://")[0])
+    return Path(fsspec.core.strip_protocol(place)) if "://" in place else Path(os.path.expanduser(place))
 
 
 @contextlib.contextmanager
@@ -90,6 +83,93 @@ def upload(filesystem: Any, path: str, contents: bytes) -> None:
     filesystem.pipe_file(path, contents, **options)
 
 
+# ---- packing: which documents share a row, and where in it each of them lies ----
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which piece of which document lies where. Pieces are sorted by row, and within a row by place."""
+
+    rows: int
+    document: Integer[np.ndarray, " pieces"]
+    offset: Integer[np.ndarray, " pieces"]  # token of the document that the piece begins with
+    row: Integer[np.ndarray, " pieces"]
+    start: Integer[np.ndarray, " pieces"]  # place in the row
+    length: Integer[np.ndarray, " pieces"]
+
+    def fill(self, documents: Sequence[np.ndarray], seq_len: int, padding: int = 0) -> Integer[np.ndarray, "rows S"]:
+        """Return the rows of what each document has for each of its tokens, such as their ids."""
+        rows = np.full((self.rows, seq_len), padding, documents[0].dtype)
+        columns = (self.document, self.offset, self.row, self.start, self.length)
+        for document, offset, row, start, length in zip(*(column.tolist() for column in columns), strict=True):
+            rows[row, start : start + length] = documents[document][offset : offset + length]
+        return rows
+
+
+def concatenate(lengths: Integer[np.ndarray, " documents"], seq_len: int, overlap: int = 0) -> Layout:
+    """Lay documents end to end, cut wherever a row is full; a row begins with the last `overlap` tokens again."""
+    ends = np.cumsum(lengths)
+    starts, stride = ends - lengths, seq_len - overlap
+    rows = max(1, -(-(int(lengths.sum()) - overlap) // stride))
+    first_row = np.maximum(0, -(-(starts - seq_len + 1) // stride))
+    spans = np.minimum(rows - 1, (ends - 1) // stride) - first_row + 1
+    document = np.repeat(np.arange(len(lengths)), spans)
+    row = np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans - first_row, spans)
+    start = np.maximum(starts[document] - row * stride, 0)
+    end = np.minimum(ends[document] - row * stride, seq_len)
+    offset = row * stride + start - starts[document]
+    order = np.argsort(row, kind="stable")
+    return Layout(rows, *(column[order] for column in (document, offset, row, start, end - start)))
+
+
+def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int) -> Layout:
+    """Keep documents that fit into a row whole; longer ones fill rows of their own, and their rest joins the others.
+
+    Best-fit decreasing (Johnson et al., SIAM J. Comput. 3(4), 1974): at most 11/9 of the fewest rows plus 4.
+    """
+    count = np.maximum(1, -(-lengths // seq_len))
+    document = np.repeat(np.arange(len(lengths)), count)
+    offset = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * seq_len
+    length = np.minimum(lengths[document] - offset, seq_len)
+    order = np.argsort(-length, kind="stable")
+    bins = np.empty(len(document), np.int64)
+    bins[order] = _fit(length[order], seq_len)
+    # Longest first is no order to train in: a row stands where its first document does.
+    _, earliest = np.unique(bins, return_index=True)
+    row = np.argsort(np.argsort(earliest))[bins]
+    by_row = np.argsort(row, kind="stable")
+    document, offset, row, length = (column[by_row] for column in (document, offset, row, length))
+    before = np.cumsum(length) - length
+    return Layout(len(earliest), document, offset, row, before - before[np.searchsorted(row, row)], length)
+
+
+@kernel
+def _fit(lengths, capacity):  # type: ignore[no-untyped-def]
+    """Return the bin of every item, longest first: the one in which the least room is left over.
+
+    Bins wait in one stack per room that is left, 0 to `capacity`.
+    """
+    top = np.full(capacity + 1, -1, np.int64)  # of the stack of every room
+    below = np.empty(len(lengths), np.int64)  # of every bin in its stack
+    bins = np.empty(len(lengths), np.int64)
+    opened = 0
+    for item in range(len(lengths)):
+        room = lengths[item]
+        while room < capacity and top[room] < 0:
+            room += 1
+        chosen = top[room]
+        if chosen < 0:
+            chosen = opened
+            opened += 1
+        else:
+            top[room] = below[chosen]
+        bins[item] = chosen
+        left = room - lengths[item]
+        below[chosen] = top[left]
+        top[left] = chosen
+    return bins
+
+
 # ---- writing ----
 
 
@@ -105,9 +185,9 @@ class Document(NamedTuple):
     trained: Integer[np.ndarray, " tokens"] | None = None  # uint8, 1 where the token is trained
 
 
-def shard_file(kind: str, shard: int, shards: int, ending: str = "npy") -> str:
+def shard_file(kind: str, shard: int, shards: int) -> str:
     """Return the file name of one shard: tokens-00003-of-00010.npy."""
-    return f"{kind}-{shard:05d}-of-{shards:05d}.{ending}"
+    return f"{kind}-{shard:05d}-of-{shards:05d}.{'parquet' if kind == 'documents' else 'npy'}"
 
 
 def write_shard(
@@ -122,7 +202,7 @@ def write_shard(
     overlap: int = 0,
     url: str = "",
 ) -> dict[str, Any]:
-    """Pack documents by a `strategy` of `packing` into rows, those of `concat` with an `overlap` of tokens.
+    """Pack documents by a `strategy` (`best_fit`, `concat`) into rows, those of `concat` with an `overlap` of tokens.
 
     Returns {rows, tokens, files: {name: facts}} of the shard; of held-out documents and conversations row_bytes, of
     conversations their number, trained_tokens and most_in_a_row. A token that a row repeats counts once.
@@ -152,7 +232,7 @@ def write_shard(
     table = io.BytesIO()
     pq.write_table(pa.table(spans, SCHEMA), table, compression="zstd", row_group_size=65_536)
     for place in dict.fromkeys((here, url or here)):
-        _put(place, name("documents", ending="parquet"), table.getvalue())
+        _put(place, name("documents"), table.getvalue())
     return counts
 
 
@@ -197,27 +277,28 @@ def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks =
 # ---- reading ----
 
 
-@dataclass(frozen=True)
 class TokenShards:
-    """A folder of shards, opened without reading them."""
+    """A folder of shards, opened without reading them: `rows` of `seq_len` tokens, read by the ids `marks`."""
 
-    folder: Path
-    facts: dict[str, Any]  # the content of shards.json
-    names: tuple[str, ...]  # the files of tokens, in their order; a number is missing where a task wrote nothing
-    shards: tuple[np.ndarray, ...]  # memory-mapped, [rows, seq_len]; empty where the tokens are at a URL
-    masks: tuple[np.ndarray, ...]  # memory-mapped, the same shapes; empty where every token is trained
-    starts: Integer[np.ndarray, " shards+1"]  # the first row of every shard, and the number of all rows
-    marks: Marks  # the ids by which rows are read
-
-    @property
-    def rows(self) -> int:
-        """Rows in all shards."""
-        return int(self.starts[-1])
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens in a row."""
-        return int(self.facts["seq_len"])
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError where files here are missing or not of the counted size."""
+        self.folder = folder
+        self.facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        files, url, self.seq_len = self.facts["files"], self.facts.get("url", ""), int(self.facts["seq_len"])
+        # The files of tokens in their order; a number is missing where a task wrote nothing.
+        self.names, masks = ([name for name in files if name.startswith(kind)] for kind in ("tokens-", "loss_mask-"))
+        # Memory-mapped, [rows, seq_len] each; none where the tokens are at a URL, or where every token is trained.
+        self._shards, self._masks = (
+            [_open(place, name, (files[name]["rows"], self.seq_len)) for name in names]
+            for place, names in (
+                (local_path(url) if url else folder, self.names if is_local(url) else ()),
+                (folder, masks),
+            )
+        )
+        # The first row of every shard, and the number of all rows.
+        self.starts: Integer[np.ndarray, " shards+1"] = np.cumsum([0, *(files[name]["rows"] for name in self.names)])
+        self.rows = int(self.starts[-1])
+        self.marks = Marks(**self.facts["marks"]) if "marks" in self.facts else MARKS
 
     @property
     def row_bytes(self) -> Integer[np.ndarray, " rows"]:
@@ -225,21 +306,20 @@ class TokenShards:
         files = [self.folder / name.replace("tokens-", "row_bytes-") for name in self.names]
         return np.concatenate([np.load(file, allow_pickle=False) for file in files])
 
-    def documents_of(self, shard: int) -> Path:
-        """Return the file with the documents of a shard."""
-        return self.folder / self.names[shard].replace("tokens-", "documents-").replace(".npy", ".parquet")
+    def _documents_of(self, shard: int, *filters: tuple[str, str, Any]) -> pa.Table:
+        name = self.names[shard].replace("tokens-", "documents-").replace(".npy", ".parquet")
+        return pq.read_table(self.folder / name, filters=filters)
 
     def spans_of_row(self, row: int) -> list[dict[str, Any]]:
         """Return the pieces of documents in a row, from left to right: the columns of `SCHEMA`."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
-        table = pq.read_table(self.documents_of(shard), filters=[("row", "==", row - int(self.starts[shard]))])
-        return table.sort_by("start").to_pylist()
+        return self._documents_of(shard, ("row", "==", row - int(self.starts[shard]))).sort_by("start").to_pylist()
 
     def rows_of_document(self, id: str, source: str, ranges: Sequence[tuple[int, int]]) -> list[int]:
         """Return the rows that hold some of the tokens [start, stop) of a document."""
         rows: set[int] = set()
         for shard, first in enumerate(self.starts[:-1].tolist()):
-            table = pq.read_table(self.documents_of(shard), filters=[("id", "==", id), ("source", "==", source)])
+            table = self._documents_of(shard, ("id", "==", id), ("source", "==", source))
             row, start, stop, offset = (table.column(name).to_numpy() for name in ("row", "start", "stop", "offset"))
             for begin, end in ranges:
                 rows.update((first + row[(offset < end) & (offset + stop - start > begin)]).tolist())
@@ -251,13 +331,13 @@ class TokenShards:
         within = (rows - self.starts[shards]).tolist()
         tokens = np.empty((len(rows), self.seq_len), np.int32)
         mask = np.ones(tokens.shape, np.uint8)
-        if not self.shards:
+        if not self._shards:
             tokens[:] = self._download(shards.tolist(), within)
         for line, (shard, row) in enumerate(zip(shards.tolist(), within, strict=True)):
-            if self.shards:
-                tokens[line] = self.shards[shard][row]
-            if self.masks:
-                mask[line] = self.masks[shard][row]
+            if self._shards:
+                tokens[line] = self._shards[shard][row]
+            if self._masks:
+                mask[line] = self._masks[shard][row]
         return tokens, mask
 
     def _download(self, shards: list[int], rows: list[int]) -> Integer[np.ndarray, "n S"]:
@@ -278,21 +358,6 @@ class TokenShards:
         if len(contents) != len(rows) * size:
             raise UserError(f"{len(contents)} bytes came instead of {len(rows) * size}", where=url, fix=_AGAIN)
         return np.frombuffer(contents, dtype).reshape(-1, self.seq_len)
-
-
-def open_shards(folder: Path) -> TokenShards:
-    """Open a folder of shards. Raises UserError where files here are missing or not of the counted size."""
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    files, url = facts["files"], facts.get("url", "")
-    names, masks = ([name for name in files if name.startswith(kind)] for kind in ("tokens-", "loss_mask-"))
-    place = local_path(url) if url else folder
-    shards, opened = (
-        tuple(_open(here, name, (files[name]["rows"], facts["seq_len"])) for name in members)
-        for here, members in ((place, names if is_local(url) else ()), (folder, masks))
-    )
-    starts = np.cumsum([0, *(files[name]["rows"] for name in names)])
-    marks = Marks(**facts["marks"]) if "marks" in facts else MARKS
-    return TokenShards(folder, facts, tuple(names), shards, opened, starts, marks)
 
 
 def find_shard_folders(folder: Path) -> dict[str, Path]:

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +69,8 @@ def tokenize(
 
     With `settings.output_path`, the tokens to train on go to `<path>/<name of folder>/train/...` instead.
     `folder` may hold what a killed call with the same arguments left: that is not written again.
-    Returns counts of all, by language, by source and by group, and the share of padding. Characters that the tokenizer
-    cannot spell are counted as `unspelled`, with a warning.
+    Returns counts of all and by group. Characters that the tokenizer cannot spell are counted as `unspelled`, with a
+    warning.
     Raises UserError if there is no text to train on.
     """
     started = time.monotonic()
@@ -98,31 +98,21 @@ def tokenize(
             facts |= {"seq_len": settings.seq_len, "dtype": np.dtype(tokenizer.dtype).name}
             of_part[place.name] = finish_folder(place, written, tokenizer.marks, **facts)
     shutil.rmtree(folder / "shards")
-    train, total = groups["train"], _totals(groups["train"], "")[""]
     if unspelled := sum(facts["unspelled"] for of_part in groups.values() for facts in of_part.values()):
         what = f"the tokenizer cannot spell {unspelled:,} characters of the text: the model will not learn them"
         warnings.warn(what, UserWarned, stacklevel=2)
-    slots = total["rows"] * settings.seq_len
+    train, validation = (
+        {name: {count: facts[count] for count in _COUNTS} for name, facts in of_part.items()}
+        for of_part in groups.values()
+    )
     return {
-        "train": total,
-        "by_language": _totals(train, "language"),
-        "by_source": _totals(train, "source"),
-        "groups": {name: {key: of[key] for key in ("source", "language", *_COUNTS)} for name, of in train.items()},
-        "validation": {name: {key: of[key] for key in _COUNTS} for name, of in groups["validation"].items()},
-        "padding": (slots - total["tokens"]) / slots,
+        "train": sum(map(Counter, train.values()), Counter()),
+        "groups": train,
+        "validation": validation,
         "unspelled": unspelled,
-        "dtype": np.dtype(tokenizer.dtype).name,
         "context": settings.seq_len,
         "seconds": time.monotonic() - started,
     }
-
-
-def _totals(groups: dict[str, dict[str, Any]], key: str) -> dict[str, Counter[str]]:
-    """Return the counts of all groups that have the same fact `key`."""
-    totals: dict[str, Counter[str]] = defaultdict(Counter)
-    for facts in sorted(groups.values(), key=lambda facts: facts.get(key, "")):
-        totals[facts.get(key, "")].update({count: facts[count] for count in _COUNTS})
-    return totals
 
 
 # ---- planning ----

@@ -7,9 +7,10 @@ a spelling that no text has. What a chat template writes gets them by `encode_re
 import json
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ _MARKUP = re.compile(r"[<>\[\]|｜]")  # what an added token that is not special
 _TAG = re.compile(r"</?\w+>")  # such as <think>: structure that an assistant itself writes
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAME = re.compile(f"{_MARK}([0-9]+){_MARK}")  # of a control token in the library's tokenizer
 _ANCHOR = "a"
 
 
@@ -91,14 +93,9 @@ class Tokenizer:
         self.fixed_ids = [self._pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
         self.kind = "hub" if not self.fixed_ids else "bpe" if state["model"].get("byte_fallback") else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
-        model = state["model"]
-        unknown = model.get("unk_id", ids.get(model.get("unk_token")))  # the former of Unigram models
-        self._unknown: int = -1 if unknown is None else unknown
         alphabet = pre_tokenizers.ByteLevel.alphabet() if self._byte_level else [f"<0x{n:02X}>" for n in range(256)]
-        by_bytes = self._byte_level or bool(model.get("byte_fallback"))
+        by_bytes = self._byte_level or bool(state["model"].get("byte_fallback"))
         self._spells_everything = by_bytes and ids.keys() >= set(alphabet)
-        normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
-        self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
         self._anchor = self.encode(_ANCHOR)
         # One of thousands of control tokens is found by its first three characters, then by possible lengths.
@@ -134,9 +131,6 @@ class Tokenizer:
         """Return the id of a piece or a control token, None if the vocabulary lacks it."""
         return self.controls.get(piece, self._fast.token_to_id(piece))
 
-    def _named(self, name: str) -> int | None:
-        return self.id_of(self.special_tokens.get(name, ""))
-
     @cached_property
     def opening(self) -> tuple[int, ...]:
         """Ids that a text begins with: <s>; what another tokenizer itself puts before a text."""
@@ -149,7 +143,7 @@ class Tokenizer:
     @property
     def bos(self) -> int:
         """The id that stands for an empty context: that of <s>, or else of the end of a text."""
-        begin = self._named("bos_token")
+        begin = self.id_of(self.special_tokens.get("bos_token", ""))
         return self.eos if begin is None else begin
 
     @property
@@ -164,7 +158,7 @@ class Tokenizer:
     @property
     def pad(self) -> int | None:
         """The id that fills rows up, if there is one for it."""
-        return self._named("pad_token")
+        return self.id_of(self.special_tokens.get("pad_token", ""))
 
     @cached_property
     def _configured_stops(self) -> tuple[int, ...]:
@@ -219,7 +213,7 @@ class Tokenizer:
         """Raise UserError where the vocabulary lacks a token of ChatML."""
         if None in (self.id_of(CONTROL_PIECES[token]) for token in (IM_START, IM_END)):
             what = "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks"
-            fix = "Add them with `affinage import MODEL --chat-tokens`, or keep its own `chat_template: tokenizer`."
+            fix = "Add them with transformers (docs/hub.md, Chat), or keep its own: `chat_template: tokenizer`."
             raise UserError(what, where=str(self.folder), fix=fix)
 
     @property
@@ -284,30 +278,17 @@ class Tokenizer:
         for start, end, name in edits:
             parts += [text[place:start], name]
             place = end
-        named = "".join([*parts, text[place:]])
-        ids: list[int] = []
-        if self._exact or not spans:  # a quarter faster without the places of tokens
-            ids = self._fast.encode_batch_fast([named], add_special_tokens=False)[0].ids
-        if not spans:
-            return ids, [False] * len(ids)
-        edges = [edge for span in spans for edge in span]
-        if ids and (sizes := self._spelled_bytes[np.array(ids, np.int64)]).sum() == len(text.encode()):
-            ends, places = np.cumsum(sizes), [len(text[:edge].encode()) for edge in edges]  # in bytes of the text
-            firsts = np.searchsorted(ends, places[::2], side="right").tolist()
-            lasts = np.searchsorted(ends - sizes, places[1::2]).tolist()
-        else:
-            encoded: Any = self._fast.encode(named, add_special_tokens=False)
-            ids, tokens = encoded.ids, range(len(encoded.ids))
-            growth = [*accumulate((len(name) - (end - start) for start, end, name in edits), initial=0)]
-            begun = [start for start, *_ in edits]
-            places = [edge + growth[bisect_left(begun, edge)] for edge in edges]  # in characters of `named`
+        encoded: Any = self._fast.encode("".join([*parts, text[place:]]), add_special_tokens=False)
+        tokens, trained = range(len(encoded)), [False] * len(encoded)
+        growth = [*accumulate((len(name) - (end - start) for start, end, name in edits), initial=0)]
+        begun = [start for start, *_ in edits]
+        for span in spans:
+            begin, stop = (edge + growth[bisect_left(begun, edge)] for edge in span)  # in the text that was encoded
             # A list of the places of all tokens would take a third as long as the encoding.
-            firsts = [bisect_right(tokens, place, key=lambda k: encoded.token_to_chars(k)[1]) for place in places[::2]]
-            lasts = [bisect_left(tokens, place, key=lambda k: encoded.token_to_chars(k)[0]) for place in places[1::2]]
-        trained = [False] * len(ids)
-        for first, last in zip(firsts, lasts, strict=True):
+            first = bisect_right(tokens, begin, key=lambda k: encoded.token_to_chars(k)[1])
+            last = bisect_left(tokens, stop, key=lambda k: encoded.token_to_chars(k)[0])
             trained[first:last] = [True] * (last - first)
-        return ids, trained
+        return encoded.ids, trained
 
     # ---- ids to text ----
 
@@ -316,21 +297,15 @@ class Tokenizer:
         return self._pieces.get(token, "")
 
     @cached_property
-    def _spelled_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
-        """UTF-8 bytes by which each id is spelled."""
+    def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
+        """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
         alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet() if self._byte_level else ())
         sizes = np.zeros(self.vocabulary, np.int64)
         for token, piece in self._pieces.items():
-            is_bytes = alphabet.issuperset(piece) and piece not in self.controls  # every byte as a character
-            plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
-            sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
-        return sizes
-
-    @cached_property
-    def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
-        """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
-        sizes = self._spelled_bytes.copy()
-        sizes[list(self.controls.values())] = 0
+            if piece not in self.controls:
+                is_bytes = alphabet.issuperset(piece)  # every byte as a character
+                plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
+                sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
         return sizes
 
     def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> Int64[np.ndarray, " tokens"]:
@@ -350,33 +325,27 @@ class Tokenizer:
         """Return how many characters of a text are in none of its tokens, or only in the unknown one."""
         if self._spells_everything:
             return 0
-        text = _plain(text)
-        encoded = self._fast.encode(text, add_special_tokens=False)
-        spelled = np.array(list(map(str.isspace, text)), bool)
-        for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
-            spelled[start:stop] |= token != self._unknown
-        return int(np.count_nonzero(~spelled))
+        normalizer: Any = self._fast.normalizer
+        text = normalizer.normalize_str(_plain(text)) if normalizer else _plain(text)
+        lost = Counter(text) - Counter(self.decode(self.encode(text)))
+        return sum(count for character, count in lost.items() if not (character.isspace() or character == SPACE))
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Return the text of ids. Special tokens are left out, or spelled if `keep_special`.
 
-        What is no text decodes as U+FFFD.
+        Bytes that are no text decode as U+FFFD, and ids that the vocabulary lacks as nothing.
         """
-        controls = set(self.controls.values())
-        parts: list[str] = []
-        for is_text, run in groupby(
-            map(int, ids), lambda token: 0 <= token < self.vocabulary and token not in controls
-        ):
-            if is_text:  # after another token: some decoders drop the space that the first token of a text begins with
-                text = self._fast.decode([*self._anchor, *run], skip_special_tokens=False)
-                parts.append(text[len(self._fast.decode(self._anchor, skip_special_tokens=False)) :])
-                continue
-            for token in run:
-                if token not in controls or (self.fixed_ids and token == UNK and not keep_special):
-                    parts.append(REPLACEMENT)
-                elif keep_special or token not in self._special:
-                    parts.append(self._pieces[token])
-        return "".join(parts)
+
+        def spelled(name: re.Match[str]) -> str:
+            token = int(name[1])
+            if token == UNK and self.fixed_ids and not keep_special:
+                return REPLACEMENT
+            return self._pieces[token] if keep_special or token not in self._special else ""
+
+        # After another token: some decoders drop the space that the first token of a text begins with.
+        text = self._fast.decode([*self._anchor, *map(int, ids)], skip_special_tokens=False)
+        before = self._fast.decode(self._anchor, skip_special_tokens=False)
+        return _NAME.sub(spelled, text[len(before) :])
 
 
 @lru_cache(maxsize=1)
@@ -385,18 +354,6 @@ def cached_tokenizer(folder: Path, template: str | None = None) -> Tokenizer:
     tokenizer = Tokenizer(folder)
     tokenizer.use_template(template)
     return tokenizer
-
-
-def add_chat_tokens(folder: Path) -> tuple[int, ...]:
-    """Give a tokenizer those of ChatML's two tokens that it lacks, after its last id; return their ids."""
-    tokenizer, state = Tokenizer(folder), read_object(folder / FILE)
-    lacking = [CONTROL_PIECES[token] for token in (IM_START, IM_END) if CONTROL_PIECES[token] not in tokenizer.controls]
-    if len(tokenizer._pieces) < tokenizer.vocabulary and lacking:
-        raise UserError("its ids have gaps, so none can be added", where=str(folder / FILE))
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": id_, "content": piece, **flags} for id_, piece in enumerate(lacking, tokenizer.vocabulary)]
-    write_json(folder / FILE, state | {"added_tokens": [*state.get("added_tokens", ()), *added]})
-    return tuple(range(tokenizer.vocabulary, tokenizer.vocabulary + len(added)))
 
 
 def template_in(folder: Path) -> str | None:

@@ -58,23 +58,13 @@ def train_tokenizer(
 # ---- the sample ----
 
 
-def fair_shares(sizes: Sequence[int], budget: int) -> list[int]:
-    """Split `budget` evenly; what a small group cannot use goes to the larger ones, evenly again."""
-    shares = [0] * len(sizes)
-    left = budget
-    for rank, group in enumerate(sorted(range(len(sizes)), key=lambda g: sizes[g])):
-        shares[group] = min(sizes[group], left // (len(sizes) - rank))
-        left -= shares[group]
-    return shares
-
-
 def balanced_sample(
     documents: Path, languages: Sequence[str], budget: int, seed: int
 ) -> tuple[list[str], dict[str, int]]:
-    """Return texts of `budget` bytes in total, as evenly as there is text over `languages`, and the bytes of each.
+    """Return texts of at most an equal part of `budget` bytes in each of `languages`, and the bytes of each.
 
-    Documents in other languages share one further part. Which ones are chosen, and their order, depends on `seed` and
-    the documents' ids alone. One pass; memory is `budget` for each language at most.
+    Documents in other languages have one further part, if there are any. Which ones are chosen, and their order,
+    depends on `seed` and the documents' ids alone. One pass; memory is `budget` for each language at most.
     Raises UserError if there is no text.
     """
     chosen: dict[str, list[tuple[int, bytes]]] = {name: [] for name in (*languages, _OTHER)}  # heaps, largest key first
@@ -93,14 +83,14 @@ def balanced_sample(
     if not totals:
         raise UserError("there is no text to train a tokenizer on", where=str(documents))
     sample: list[tuple[int, str]] = []
-    shares = dict(zip(chosen, fair_shares([totals[name] for name in chosen], budget), strict=True))
-    for name, heap in chosen.items():
-        left = shares[name]
+    shares = {name: min(total, budget // len(totals)) for name, total in totals.items()}
+    for name, share in shares.items():
+        heap, left = chosen[name], share
         for key, text in sorted(heap, reverse=True):
             if left > 0:
                 sample.append((-key, text[:left].decode(errors="ignore")))
                 left -= len(text)
-    return [text for _, text in sorted(sample)], {name: share for name, share in shares.items() if share}
+    return [text for _, text in sorted(sample)], shares
 
 
 # ---- training ----

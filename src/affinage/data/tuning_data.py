@@ -12,7 +12,7 @@ import shutil
 import time
 import warnings
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,13 +27,12 @@ from affinage.config.training import ConversationSettings, DpoSettings, SftSetti
 from affinage.data import chat
 from affinage.data.chat import Encoded
 from affinage.data.conversations import Example, Part, open_source, read_lines
-from affinage.data.decontaminate import contaminated
+from affinage.data.decontaminate import contaminated, strings_in
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.files import SourceFile
 from affinage.data.order import shuffle_keys
-from affinage.data.overlap import strings_in
-from affinage.data.places import is_on_hub, unique
-from affinage.data.token_shards import FACTS, Document, find_shard_folders, finish_folder, open_shards, write_shard
+from affinage.data.places import unique
+from affinage.data.token_shards import FACTS, Document, TokenShards, find_shard_folders, finish_folder, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
 from affinage.errors import UserError, UserWarned
 
@@ -61,11 +60,6 @@ class TuningTask:
     folder: Path
     searched: Path | None  # the file with the items of benchmarks that lines must not hold
 
-    @property
-    def largest_key(self) -> int:
-        """The largest key of a line in the settings' sample."""
-        return math.ceil(self.settings.sample * 2**64) - 1
-
 
 def prepare_tuning_data(
     settings: SftSettings | DpoSettings,
@@ -86,22 +80,16 @@ def prepare_tuning_data(
     so that equal ones stay together. Lines that hold an item of a benchmark of `searched` are left out.
 
     Returns counts of all lines that were read, of what was left out and cut of those that are `used`, and what the rows
-    of `train` and `validation` hold; `by_source` has all this by source. Raises UserError for a line that cannot be
-    used, unless the settings skip it, and where not one token would be trained.
+    of `train` and `validation` hold. Raises UserError for a line that cannot be used, unless the settings skip it, and
+    where not one token would be trained.
     """
     started = time.monotonic()
-    if not (folder / "keys").is_dir():  # otherwise a run that was killed left what is here
-        for part in ("train", "validation"):
-            shutil.rmtree(folder / part, ignore_errors=True)
     tasks: list[TuningTask] = []
-    commits: dict[str, str] = {}
     template = None if tokenizer.template is None else tokenizer.template.source
     for index, source in enumerate(settings.sources):
         name = unique(source.title, {task.name for task in tasks})
         world_file = "chat.jsonl" if isinstance(settings, SftSettings) else "preferences.jsonl"
         place, opened, parts = open_source(settings, index, world_folder and world_folder / world_file)
-        if is_on_hub(opened, settings.mirror):
-            commits[name] = opened.revision
         divided = _divided(parts)
         tasks += [
             TuningTask(settings, system_prompt, source, opened, name, place, lines, shard, len(divided),
@@ -115,8 +103,7 @@ def prepare_tuning_data(
     summary = _finish(tasks, read, written, tokenizer)
     for stage in ("shards", "keys"):
         shutil.rmtree(folder / stage)
-    commit = {"commits": commits} if commits else {}
-    return summary | commit | {"context": seq_len, "seconds": time.monotonic() - started}
+    return summary | {"context": seq_len, "seconds": time.monotonic() - started}
 
 
 def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
@@ -140,9 +127,9 @@ def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
 
 def _lines(task: TuningTask) -> Iterator[tuple[int, Example | UserError]]:
     """Yield the key of every line of a task and its content, an error where it cannot be used."""
-    form = task.source.format if isinstance(task.settings, SftSettings) else "pair"
+    pairs = isinstance(task.settings, DpoSettings)
     for part, number, count in task.parts:
-        for line in read_lines(part, task.opened, form, number, count):
+        for line in read_lines(part, task.opened, pairs=pairs, number=number, count=count):
             if not isinstance(line, UserError):
                 yield int(shuffle_keys([line.content], task.seed, "conversations")[0]), line
             elif task.settings.on_error == "raise":
@@ -159,7 +146,7 @@ def read_keys(task: TuningTask) -> dict[str, Any]:
         if isinstance(line, UserError):
             counts["bad"] += 1
             first_bad = first_bad or f"{line.where}: {line.what}"
-        elif key <= task.largest_key:
+        elif key < task.settings.sample * 2**64:
             keys.append(key)
             if task.searched is not None:
                 texts.append("\n\n".join(text for text in strings_in(line.messages) if " " in text))
@@ -176,7 +163,7 @@ def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict
     for name, members in itertools.groupby(zip(tasks, read, strict=True), lambda member: member[0].name):
         (task, *_), results = zip(*members, strict=True)
         keys = sorted(key for result in results for key in result["keys"] if key not in in_benchmark)
-        limit, last_held_out = task.largest_key, -1
+        limit, last_held_out = math.ceil(task.settings.sample * 2**64) - 1, -1
         if keys and task.source.max_examples is not None:
             keys = keys[: max(1, round(task.source.max_examples * task.settings.sample))]
             limit = keys[-1]
@@ -241,9 +228,7 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     and left out (None) if nothing trained remains.
     """
     talks, pair, seq_len, rule = line.talks, len(line.talks) > 1, task.seq_len, task.settings.truncation
-    encode = partial(
-        chat.encode_document, tokenizer=tokenizer, system_prompt=task.system_prompt, trained_from=line.prompt
-    )
+    encode = partial(chat.encode_document, tokenizer=tokenizer, system_prompt=task.system_prompt)
     sides = [encode(talk) for talk in talks]
     too_long = sum(len(ids) for ids, _ in sides) > seq_len
     if too_long and rule == "drop":
@@ -255,17 +240,24 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
             talks = [talks[0][: ends.pop()]]
             sides = [encode(talks[0])]
     counts["unstopped"] += sum(chat.unstopped_answers(*side, tokenizer.stops) for side in sides)
-    answers = sum(chat.is_trained(message) for talk in talks for message in talk[line.prompt :])
+    answers = sum(chat.is_trained(message) for talk in talks for message in talk)
     rewritten = max(0, answers - sum(len(chat.trained_runs(trained)) for _, trained in sides))
     identical = pair and sides[0] == sides[1]
-    sides = [_cut(*side, seq_len // 2 if pair and too_long else seq_len, tokenizer) for side in sides]
+    thoughts = talks[0][-1].get(chat.REASONING, "").strip()
+    reasoning_dropped = bool(thoughts) and thoughts not in tokenizer.decode(sides[0][0])
+    length, marks = seq_len // 2 if pair and too_long else seq_len, tokenizer.conversation_marks
+    for tokens, trained in sides:
+        if len(tokens) > length:
+            del tokens[length:], trained[length:]
+            if marks.begin is None:  # what follows in the row is kept apart by the last token alone
+                tokens[-1], trained[-1] = marks.end, False
     if not all(any(trained) for _, trained in sides) or (pair and sides[0] == sides[1]):
         counts["identical"] += identical
         counts["dropped"] += 1
         return None
     counts["truncated"] += too_long
     counts["rewritten"] += rewritten
-    counts["reasoning_dropped"] += chat.drops_reasoning(line.messages, tokenizer)
+    counts["reasoning_dropped"] += reasoning_dropped
     if not pair and tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
         before = next(number for number, message in enumerate(talks[0]) if message["role"] == "assistant")
         prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
@@ -273,21 +265,11 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     return [token for ids, _ in sides for token in ids], [is_trained for _, mask in sides for is_trained in mask]
 
 
-def _cut(tokens: list[int], trained: list[bool], length: int, tokenizer: Tokenizer) -> Encoded:
-    """Cut a document at its end to `length` tokens, but for the one that keeps it apart from the next document."""
-    if len(tokens) <= length or tokenizer.conversation_marks.begin is not None:
-        return tokens[:length], trained[:length]
-    return [*tokens[: length - 1], tokenizer.conversation_marks.end], [*trained[: length - 1], False]
-
-
 def _finish(
     tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]], written: Sequence[dict[str, Any]], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Write shards.json of every folder; return the counts of all, with warnings."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for task, keys, results in zip(tasks, read, written, strict=True):
-        counts[task.name].update(Counter(keys["counts"]) + Counter(results["counts"]))
-    total = sum(counts.values(), Counter[str]())
+    total = sum((Counter(results["counts"]) for results in (*read, *written)), Counter[str]())
     first_bad = next((result["first_bad"] for result in (*read, *written) if result["first_bad"]), "none")
     if not any("train" in results for results in written):
         section = "sft" if isinstance(tasks[0].settings, SftSettings) else "dpo"
@@ -306,20 +288,18 @@ def _finish(
         if total[key]:
             warnings.warn(f"{total[key]:,} {text}", UserWarned, stacklevel=2)
     sums: dict[str, dict[str, dict[str, int]]] = {"train": {}, "validation": {}}
-    for part, name in itertools.product(sums, counts):
+    for part, name in itertools.product(sums, dict.fromkeys(task.name for task in tasks)):
         shards = [results[part] for task, results in zip(tasks, written) if task.name == name and part in results]
         if shards:
             most, dtype = max(shard["most_in_a_row"] for shard in shards), np.dtype(tokenizer.dtype).name
             facts: dict[str, Any] = {"source": name, "seq_len": tasks[0].seq_len, "dtype": dtype, "most_in_a_row": most}
             facts = finish_folder(tasks[0].folder / part / name, shards, tokenizer.conversation_marks, **facts)
             sums[part][name] = {key: facts[key] for key in _COUNTS} | {"bytes": facts["row_bytes"]}
-    train = sums["train"]
     return {
-        "train": sum(map(Counter, train.values()), Counter()),
+        "train": sum(map(Counter, sums["train"].values()), Counter()),
         "validation": sums["validation"],
-        **{key: total[key] for key in ("conversations", "truncated", "dropped")},
-        **{key: count for key, count in total.items() if count},
-        "by_source": {name: {**count, "train": train.get(name)} for name, count in counts.items()},
+        **dict.fromkeys(("truncated", "dropped"), 0),
+        **total,
     }
 
 
@@ -337,7 +317,7 @@ def show_examples(folder: Path, tokenizer: Tokenizer, count: int) -> Iterator[tu
 
     Trained tokens are green and between ⟦ and ⟧, and control tokens are spelled out.
     """
-    sources = {name: open_shards(path) for name, path in find_shard_folders(folder / "train").items()}
+    sources = {name: TokenShards(path) for name, path in find_shard_folders(folder / "train").items()}
     places = ((name, row) for row in range(count) for name, shards in sources.items() if row < shards.rows)
     for name, row in itertools.islice(places, count):
         tokens, mask = (rows[0] for rows in sources[name].read(np.array([row])))

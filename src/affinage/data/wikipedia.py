@@ -31,13 +31,11 @@ _DROPPED_TAGS = frozenset(
     "ref references table gallery math chem timeline score imagemap syntaxhighlight source pre style script "
     "templatestyles mapframe maplink hiero graph section indicator inputbox categorytree li dd dt".split()
 )
-# Sections that list where to read on.
-_DROPPED_SECTIONS = frozenset(
-    {"references", "external links", "see also", "further reading", "notes", "bibliography", "sources", "citations"}
-    | {"notes and references", "footnotes", "références", "notes et références", "liens externes", "voir aussi"}
-    | {"bibliographie", "annexes", "articles connexes", "note"}
+_DROPPED_SECTIONS = (  # those that list where to read on
+    r"^\s*(references|external links|see also|further reading|notes?|bibliography|sources|citations|footnotes|annexes"
+    r"|notes and references|(notes et )?références|liens externes|voir aussi|bibliographie|articles connexes)\s*$"
 )
-_CENTURY = re.compile(r"^(-?[ivxlc]+)(er|re|e|ème)? (siècle|millénaire)( av\. j\.-c\.)?$", re.IGNORECASE)
+_CENTURY = re.compile(r"-?[ivxlc]+(er|re|e|ème)? (siècle|millénaire)", re.IGNORECASE)
 # Templates that stand for words in a sentence: by name how many of the arguments are skipped, how many are words, and
 # what comes before them. Without these the meaning of the sentence would be lost. Of other templates see `_template`.
 _TEMPLATES: dict[str, tuple[int, int, str]] = {
@@ -52,7 +50,6 @@ _TEMPLATES: dict[str, tuple[int, int, str]] = {
     **dict.fromkeys(("snd", "spnd", "ndash", "–"), (0, 0, " – ")),
 }
 _INLINE_CHARACTERS = 80  # an argument of an unknown template in a sentence that is no longer stands for words
-_HEADING = "\x01"  # marks the line of a heading, with its level as a letter, until empty sections are gone
 _TIDY = [  # patterns, and what takes their place
     (re.compile(r"__[A-Z]{3,}__|\r"), ""),
     (re.compile(r" ?\((?:[\s,;:]|\u00a0)*\)"), ""),
@@ -94,16 +91,15 @@ def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | B
 
 def _pages(content: Iterable[bytes]) -> Iterator[bytes]:
     """The `<page>` elements, one by one."""
-    buffer, tail = b"", b""
+    buffer = b""
     for chunk in content:
-        tail = (tail + chunk)[-100:]
         *pages, buffer = (buffer + chunk).split(b"</page>")
         for page in pages:
             if (start := page.find(b"<page>")) >= 0:
                 yield page[start:] + b"</page>"
         if len(buffer) > _PAGE_BYTES:
             raise DamagedFile(f"a page is over {_PAGE_BYTES / 1e6:.0f} MB")
-    if b"</mediawiki>" not in tail:
+    if b"</mediawiki>" not in buffer:
         raise DamagedFile("the file is cut off: the dump has no </mediawiki>")
 
 
@@ -114,24 +110,15 @@ def wikitext_to_text(wikitext: str, dropped_namespaces: Iterable[str] = ("file",
     """The running text of an article, paragraphs and headings apart by a blank line; "" if there is none.
 
     `dropped_namespaces` (in lower case) are those whose links are no text: pictures and categories, in the wiki's
-    language. Sections that only list references and links, and those left empty, are dropped with their headings.
+    language. Sections that only list references and links are dropped with their headings.
     """
-    text = _render(mwparserfromhell.parse(wikitext), frozenset(dropped_namespaces))
+    code = mwparserfromhell.parse(wikitext)
+    for section in reversed(code.get_sections(matches=_DROPPED_SECTIONS)):  # what is in another goes first
+        del section.nodes[:]
+    text = _render(code, frozenset(dropped_namespaces))
     for pattern, replacement in _TIDY:
         text = pattern.sub(replacement, text)
-    kept: list[str] = []
-    dropping = 0  # the level of the heading whose section is being dropped
-    for paragraph in [*text.strip().split("\n\n"), f"{_HEADING}1"]:
-        if paragraph.startswith(_HEADING):
-            level = int(paragraph[1])
-            if dropping and level > dropping:
-                continue
-            dropping = level if paragraph[2:].strip().lower() in _DROPPED_SECTIONS else 0
-            while kept and kept[-1].startswith(_HEADING) and int(kept[-1][1]) >= level:
-                kept.pop()
-        if not dropping and paragraph.strip():
-            kept.append(paragraph)
-    return "\n\n".join(each[2:] if each.startswith(_HEADING) else each for each in kept[:-1])
+    return text.strip()
 
 
 def _render(code: Wikicode | None, dropped: frozenset[str]) -> str:
@@ -150,7 +137,7 @@ def _render(code: Wikicode | None, dropped: frozenset[str]) -> str:
             case nodes.ExternalLink():
                 text = _render(node.title, dropped)
             case nodes.Heading():
-                text = f"\n\n{_HEADING}{node.level}{_render(node.title, dropped).strip()}\n\n"
+                text = f"\n\n{_render(node.title, dropped).strip()}\n\n"
             case nodes.Template():
                 inline = bool(parts) and parts[-1][-1:] not in ("", "\n")  # it goes on a line that has begun
                 text = _template(node, dropped, inline=inline)
@@ -167,15 +154,12 @@ def _render(code: Wikicode | None, dropped: frozenset[str]) -> str:
 
 
 def _template(node: nodes.Template, dropped: frozenset[str], *, inline: bool) -> str:
-    """The words that a template stands for.
-
-    Of one that is not known, within a sentence, these are its arguments, if they have no names and are few and short;
-    others are boxes, references and notices.
-    """
+    # Of a template that is not known, within a sentence, the words are its arguments, if they have no names and are few
+    # and short; others are boxes, references and notices.
     name = str(node.name).strip()
     arguments = [_render(each.value, dropped).strip() for each in node.params if not each.showkey]
-    if century := _CENTURY.match(name):
-        return f"{century[1].upper()}{century[2] or 'e'} {century[3].lower()}{(century[4] or '').lower()}"
+    if _CENTURY.match(name):
+        return name
     function, colon, argument = name.partition(":")
     if colon and function.lower() in ("formatnum", "lc", "uc", "ucfirst", "lcfirst"):
         return argument.strip()

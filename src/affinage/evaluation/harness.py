@@ -29,14 +29,14 @@ from lm_eval.tasks import TaskManager
 from sqlitedict import SqliteDict
 
 from affinage.cluster.processes import Processes
-from affinage.data.hub_answers import limit_requests
+from affinage.data.places import limit_requests
 from affinage.errors import UserError, did_you_mean, first_line, is_of_network
-from affinage.evaluation.tasks import BENCHMARKS, GROUPS, POCKET_TASKS, is_offline, on_hub
+from affinage.evaluation.tasks import BENCHMARKS, GROUPS, is_offline, on_hub
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
 _BROADCAST = 1000  # answers in a message to the other hosts
 _PATIENCE = 5.0  # seconds, for the Hub to answer at all
-_OFFLINE = "Check the network, set HF_HUB_OFFLINE=1 to use what was fetched before, or name a folder: --data-dir."
+_OFFLINE = "{} must be reached, or HF_HUB_OFFLINE=1 set to use what was fetched before, or a folder named: --data-dir."
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -63,26 +63,23 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-# ---- tasks ----
-
-
 def load_tasks(
     tasks: Sequence[Mapping[str, Any]], num_fewshot: int | None = None, shots_of: Mapping[str, int] | None = None
 ) -> dict[str, Task]:
     """Return the harness's tasks by name, ready to be evaluated, for those that `find_tasks` returns.
 
-    `num_fewshot` replaces a task's own number, unless that is set to 0; if it is None, `shots_of` does by the task's
-    name. No example before a question is the item itself. Raises UserError for a name that the harness does not have,
-    for whatever is wrong with a task or its data, and if the Hub, which some of the data come from, does not answer.
+    `num_fewshot` replaces a task's own number, unless that is 0; if it is None, `shots_of` does by the task's name. No
+    example before a question is the item itself. Raises UserError for a name that the harness does not have, for
+    whatever is wrong with a task or its data, and if the Hub, which some of the data come from, does not answer.
     """
     random.seed(0)  # tasks may shuffle as they are loaded; these are the harness's own seeds
     np.random.seed(1234)
     limit_requests()
-    manager = task_manager([task["task"] for task in tasks if not _is_own(task)])
+    manager = task_manager([task["task"] for task in tasks if len(task) == 1 or is_offline(task)])
     loaded: dict[str, Task] = {}
     for spec in map(dict, tasks):
         name, where = spec["task"], str(spec.pop("where", spec["task"]))
-        is_own, is_remote = _is_own(spec), on_hub(spec)
+        is_remote, is_own = on_hub(spec), len(spec) > 1 and not is_offline(spec)  # a task file defines it
         try:
             if is_own:
                 _check_metrics(spec)
@@ -99,20 +96,12 @@ def load_tasks(
         except UserError as error:
             raise UserError(error.what, where=error.where or where, fix=error.fix) from error
         except (Exception, SystemExit) as error:
-            of_a_library = isinstance(error, OSError) and error.errno is None  # an error of a file here has a number
-            if is_remote and (of_a_library or (isinstance(error, Exception) and is_of_network(error))):
-                what = f"the items of {name} cannot be fetched from {huggingface_hub.constants.ENDPOINT}"
-                raise UserError(f"{what}: {first_line(error)}", where=where, fix=_OFFLINE) from error
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # of the machine
-                raise
             what = f"the task `{name}` cannot be used: {type(error).__name__}: {first_line(error)}"
-            raise UserError(what, where=where, fix="Mend it, or install what it needs, or leave it out.") from error
+            fix = "Mend it, or install what it needs, or leave it out."
+            if is_remote and (isinstance(error, OSError) or is_of_network(error)):
+                fix = _OFFLINE.format(huggingface_hub.constants.ENDPOINT)
+            raise UserError(what, where=where, fix=fix) from error
     return loaded
-
-
-def _is_own(spec: Mapping[str, Any]) -> bool:
-    """Whether a task file defines it, not the harness."""
-    return len(spec) > 1 and not is_offline(spec)
 
 
 def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskManager:
@@ -126,7 +115,7 @@ def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskMan
     manager = TaskManager()
     for name in names:
         if name not in manager.all_tasks and name not in BENCHMARKS:
-            known = [*manager.all_tasks, *GROUPS, *BENCHMARKS, *POCKET_TASKS]
+            known = [*manager.all_tasks, *GROUPS, *BENCHMARKS]
             fix = did_you_mean(name, known) or "Names of tasks: lm-eval ls tasks"
             raise UserError(f"there is no task `{name}`, nor a file of that name", where=where, fix=fix)
     return manager
@@ -137,16 +126,14 @@ def _check_metrics(task: Mapping[str, Any]) -> None:
     for key in task.keys() & {"use_prompt", "unsafe_code"}:
         raise UserError(f"`{key}` of a task runs code of others", fix="Leave it out.")
     for metric in task.get("metric_list") or ():
-        name = str(metric.get("metric") if isinstance(metric, Mapping) and not metric.get("hf_evaluate") else metric)
-        if name not in metric_registry or not isinstance(metric, Mapping):
-            if name in metric_registry:
-                raise UserError(f"`metric_list` holds mappings, not `{name}`", fix=f"Write `- metric: {name}`.")
-            fix = did_you_mean(name, metric_registry) or f"`metric:` is one of {', '.join(sorted(metric_registry))}."
-            raise UserError(f"the harness computes no metric {name}", fix=fix)
+        name = metric.get("metric") if isinstance(metric, Mapping) and not metric.get("hf_evaluate") else None
+        if name not in metric_registry:
+            fix = did_you_mean(str(name), metric_registry) or f"Write `- metric: NAME`: {', '.join(metric_registry)}."
+            raise UserError(f"the harness computes no metric {name or metric}", fix=fix)
 
 
 def _set_examples(task: ConfigurableTask, num_fewshot: int | None) -> None:
-    """Set the number of examples, and keep the item that is asked out of them."""
+    """Set the number of examples, and keep the item itself out of them."""
     config, examples = task.config, task.fewshot_cfg
     if config.num_fewshot is None or (num_fewshot is not None and config.num_fewshot != 0):
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
@@ -185,19 +172,15 @@ def _check_items(task: Task) -> None:
                 if each not in choices and not (isinstance(each, int) and 0 <= each < len(choices)):
                     raise ValueError(f"`doc_to_target` names {each!r} as right, of {len(choices)} choices")
         except Exception as error:  # also of its templates
-            files = (task.config.dataset_kwargs or {}).get("data_files", task.config.dataset_path)
-            fix = f"Mend the item in {files}, or the task file."
+            fix = f"Mend the item in the data of {task.config.task}, or the task file."
             raise UserError(f"item {number} cannot be scored: {first_line(error)}", fix=fix) from error
 
 
-# ---- answers over a kill ----
-
-
 def cached(lm: LM, path: Path, model: str) -> CachingLM:
-    """Return the backend with lm-evaluation-harness's own cache of answers in a file, for one model only.
+    """Return the backend with the harness's own cache of answers in a file, of JSON instead of pickles, for one model.
 
-    The file holds JSON, not the pickles that the harness would write. When hosts evaluate together, the first one has
-    the file and broadcasts its content: all of them must send the same questions to the devices.
+    When hosts evaluate together, the first one has the file and broadcasts its content: all of them must send the same
+    questions to the devices.
     """
     processes = Processes.at_work()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,19 @@ from typing import Any
 import numpy as np
 
 from affinage.checkpoint.metadata import checksums
-from affinage.data.decontaminate import Contamination
+from affinage.data.decontaminate import BenchmarkItem, Contamination
 from affinage.data.json_files import write_atomically, write_json
-from affinage.data.overlap import BenchmarkItem
 from affinage.data.tokenizer import FILE
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.results import read_json
 
 RESULTS = "results.json"
 ITEMS = "items"
 LOG_LIKELIHOOD = "log_likelihood"
-BITS_PER_BYTE = "bits_per_byte"
-BYTES = "bytes"
-_FACTS = ("id", "hash", "prompt_hash", "target_hash", "filter", BYTES)  # of a line, besides scores
-# Metrics of all texts together. Of a single one the harness has its log-likelihood, and its length in bytes or words.
-_OF_TEXTS = {"byte_perplexity": True, BITS_PER_BYTE: True, "word_perplexity": False}  # whether in bytes
+_FACTS = ("id", "hash", "prompt_hash", "target_hash", "filter")  # of a line, besides scores
+# Of a single item the harness has the log-likelihood, in nats; of a whole text also its length in bytes or words.
+_OF_LIKELIHOOD = ("perplexity", "byte_perplexity", "bits_per_byte", "word_perplexity")
 Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # the harness's, by task
 Lines = Mapping[str, Sequence[dict[str, Any]]]  # by task, see `line_of`
 _Items = dict[tuple[str, int], dict[str, Any]]  # lines by the hash of the item and its number among equal ones
@@ -43,17 +40,14 @@ def line_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     line |= {name: sample[name] for name in ("prompt_hash", "target_hash", "filter")}
     for metric in sample["metrics"]:
         value = sample[metric]
-        if metric in _OF_TEXTS and isinstance(value, Sequence) and len(value) == 2:
-            line[LOG_LIKELIHOOD] = finite(value[0])
-            line |= {BYTES: int(value[1])} if _OF_TEXTS[metric] else {}
-        else:
-            line[of_item(metric)] = finite(value)
+        whole_text = metric in _OF_LIKELIHOOD and isinstance(value, list | tuple)
+        line[of_item(metric)] = finite(value[0] if whole_text else value)
     return line
 
 
 def of_item(metric: str) -> str:
-    """Return what a metric is for a single item: for `perplexity` the harness has the log-likelihood, in nats."""
-    return LOG_LIKELIHOOD if metric == "perplexity" else metric
+    """Return what a metric is for a single item."""
+    return LOG_LIKELIHOOD if metric in _OF_LIKELIHOOD else metric
 
 
 def label(metric: str, filtered: str | None) -> str:
@@ -82,8 +76,7 @@ def fingerprint(model: LoadedModel) -> str:
 def write_results(results: Mapping[str, Any], lines: Lines, folder: Path) -> None:
     """Write results and the lines of each task's items, beside those of other tasks of the same model.
 
-    What the folder has of a model with another fingerprint is removed. Killed at any moment, it leaves no two models
-    that would be taken for one.
+    What the folder has of a model with another fingerprint is removed first, whenever it is killed.
     """
     earlier = read_json(folder / RESULTS)
     if earlier.get("fingerprint") != results["fingerprint"]:
@@ -108,11 +101,9 @@ def write_results(results: Mapping[str, Any], lines: Lines, folder: Path) -> Non
 def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
     """Return which items of the evaluated ones were found in the training text, and the scores of the others.
 
-    `seen` is of all items of the tasks; `tasks` are results, {task: {metrics: {metric: {value, stderr}}}}; an item of
-    `samples` has the number of its place in the task. Returns {texts: number of them, ngram: as
-    decontamination's, tasks: {task: {items, found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}.
-    common: found in more texts than count as a match; the scores are without these as well. Metrics that are not a mean
-    over items are left out.
+    `seen` is of all items of the `tasks`, {task: {metrics: {metric: {value, stderr}}}}. Returns {texts: number of them,
+    ngram, tasks: {task: {items, found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common:
+    found in more texts than count as a match. Metrics that are not a mean over items are left out.
     """
     entries = {}
     for name in samples.keys() & seen.benchmarks:
@@ -137,16 +128,13 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
     return {"texts": seen.texts, "ngram": seen.n_grams, "tasks": entries}
 
 
-# ---- two models on the same items ----
-
-
 @dataclass(frozen=True)
 class Difference:
     """Score of `b` minus score of `a`, over the items that both have.
 
-    The 95 % interval is Student's of the mean of paired differences. For whole texts it is that of their bits per byte,
-    to which each contributes by its length. `p` is the probability of such a difference between equal models: by the
-    exact sign test if all differences are of one size, as of right and wrong answers (McNemar's), else by the t test.
+    The 95 % interval is Student's of the mean of paired differences. `p` is the probability of such a difference
+    between equal models: by the exact sign test if all differences are of one size, as of right and wrong answers
+    (McNemar's), else by the t test.
     """
 
     task: str
@@ -183,7 +171,7 @@ def read_answers(folder: Path) -> Answers:
             for item in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
                 items = answers.setdefault((file.stem, item.get("filter")), {})
                 count = next(n for n in itertools.count() if (item["hash"], n) not in items)
-                items[item["hash"], count] = {of_item(name): value for name, value in item.items()}
+                items[item["hash"], count] = item
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError("these answers are damaged", where=str(file), fix="Evaluate the model again.") from error
     if not answers:
@@ -192,49 +180,39 @@ def read_answers(folder: Path) -> Answers:
 
 
 def compare(a: Answers, b: Answers) -> list[Difference]:
-    """Return the differences of all metrics of all tasks that two models have answered.
+    """Return the differences of all metrics of all tasks that two models have answered, filter by filter.
 
-    Answers of several filters are compared filter by filter. Items are the same if their hashes are. Raises UserError
-    if the two have no item with a score in common.
+    Items are the same if their hashes are. Raises UserError if the two have no item with a score in common.
     """
-    common = (each for each in a if each in b)
-    differences = [difference for each in common for difference in _differences(*each, a[each], b[each])]
-    if not differences:
-        what = "these two have no benchmark with at least two items in common that both have a score of"
-        tasks = (", ".join(dict.fromkeys(task for task, _ in answers)) for answers in (a, b))
-        raise UserError(what, fix=f"Evaluate both on the same task and data; they have {'; and '.join(tasks)}.")
-    return differences
-
-
-def _differences(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> Iterator[Difference]:
     from scipy import stats  # seconds
 
-    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
-    hashes = ("prompt_hash", "target_hash")
-    otherwise = sum(any(first.get(name) != other.get(name) for name in hashes) for first, other in pairs)
-    unmatched = len(ours) + len(theirs) - 2 * len(pairs)
-    for metric in dict.fromkeys(name for first, _ in pairs for name in first if name not in _FACTS):
-        both = [pair for pair in pairs if all(item.get(metric) is not None for item in pair)]
-        if len(both) < 2:
-            continue
-        values = np.array([[item[metric] for item in pair] for pair in both], np.float64)
-        name, weights = metric, np.ones(len(both))
-        if metric == LOG_LIKELIHOOD and all(first.get(BYTES) for first, _ in both):  # of whole texts
-            name, values = BITS_PER_BYTE, -values / math.log(2)
-            weights = np.array([first[BYTES] for first, _ in both], np.float64)
-        a, b = (float(score) for score in values.sum(axis=0) / weights.sum())
-        apart = values[:, 1] - values[:, 0]
-        # By linearization, a mean's standard error if all weigh one: Cochran, Sampling Techniques (1977), section 6.3.
-        spread = (apart - (b - a) * weights).std(ddof=1)
-        error = float(spread * math.sqrt(len(values)) / weights.sum())
-        reach = float(stats.t.ppf(1 - _ALPHA / 2, len(values) - 1)) * error
-        changed = apart[apart != 0]
-        if not len(changed):
-            p = 1.0
-        elif np.ptp(np.abs(changed)) < 1e-12:
-            p = float(stats.binomtest(int((changed > 0).sum()), len(changed)).pvalue)
-        else:
-            p = float(2 * stats.t.sf(abs((b - a) / error), len(apart) - 1))
-        low, high = b - a - reach, b - a + reach
-        scores = (len(values), unmatched, otherwise, a, b, b - a, error, low, high, p)
-        yield Difference(task, label(name, filtered), *scores)
+    differences = []
+    for task, filtered in (each for each in a if each in b):
+        ours, theirs = a[task, filtered], b[task, filtered]
+        pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
+        hashes = ("prompt_hash", "target_hash")
+        otherwise = sum(any(first.get(name) != other.get(name) for name in hashes) for first, other in pairs)
+        unmatched = len(ours) + len(theirs) - 2 * len(pairs)
+        for metric in dict.fromkeys(name for first, _ in pairs for name in first if name not in _FACTS):
+            both = [(first[metric], other.get(metric)) for first, other in pairs if first.get(metric) is not None]
+            values = np.array([pair for pair in both if pair[1] is not None], np.float64)
+            if len(values) < 2:
+                continue
+            before, after = map(float, values.mean(axis=0))
+            apart = values[:, 1] - values[:, 0]
+            error = float(apart.std(ddof=1) / math.sqrt(len(apart)))
+            reach = float(stats.t.ppf(1 - _ALPHA / 2, len(apart) - 1)) * error
+            changed = apart[apart != 0]
+            if not len(changed):
+                p = 1.0
+            elif np.ptp(np.abs(changed)) < 1e-12:
+                p = float(stats.binomtest(int((changed > 0).sum()), len(changed)).pvalue)
+            else:
+                p = float(2 * stats.t.sf(abs((after - before) / error), len(apart) - 1))
+            change, counts = after - before, (len(apart), unmatched, otherwise)
+            scores = (before, after, change, error, change - reach, change + reach, p)
+            differences.append(Difference(task, label(metric, filtered), *counts, *scores))
+    if not differences:
+        what = "these two have no benchmark with at least two items in common that both have a score of"
+        raise UserError(what, fix="Evaluate both on the same task and data.")
+    return differences

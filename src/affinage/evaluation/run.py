@@ -1,21 +1,25 @@
 """A model's scores: lm-evaluation-harness's own evaluator over our backend, and its results in our form."""
 
 import contextlib
-import gzip
-import lzma
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lm_eval.evaluator
 import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from affinage import __version__
 from affinage.cluster.processes import Processes
+from affinage.data.chat import ChatTemplate, chat_template, guarded
 from affinage.errors import UserError
-from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.harness import cached, load_tasks, quiet
 from affinage.evaluation.results import (
     Lines,
@@ -25,16 +29,181 @@ from affinage.evaluation.results import (
     finite,
     label,
     line_of,
-    of_item,
     write_results,
 )
-from affinage.evaluation.scoring import rows_that_fit
+from affinage.evaluation.scoring import default_batch, score
 from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, is_chat, items_of, of_pocket_world
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import Generation, LoadedModel, generate
+from affinage.generation.sampling import SamplingParams
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
 _SAMPLES = 3  # items per task in the results for people to read
 _NORMALIZED = ("hellaswag", "arc_challenge", "arc_easy", "piqa", "openbookqa", "agieval_lsat_ar")  # by length
+# Seconds that one host may take longer than another to fetch a task's data and to write its questions. They wait here:
+# inside a program of all hosts, the earlier one would seem to hang.
+_APART = 3600.0
+_MAX_NEW_TOKENS = 64  # of tasks that state none
+
+
+class JaxLM(TemplateLM):
+    """Scores and generates for the harness.
+
+    Every text begins with <s>, as every document did in training; the `hf` backend does the same with
+    `add_bos_token=True`. Raw text never becomes a control token; in a text that `apply_chat_template` made, the
+    template's control tokens are, and those that a message spells are not.
+    """
+
+    eot_token_id = prefix_token_id = max_length = 0  # of the harness's interface, as is the name in its cache
+    tokenizer_name = ""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        batch: int = 64,  # rows of the model's context that memory holds at once
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.requests = 0  # continuations scored and texts generated so far
+        self.seconds = 0.0  # spent on scoring and generating
+        self.in_chat_template = False  # whether the texts of requests were made by `apply_chat_template`
+        self._progress, self._batch = progress, batch
+        self._encode = lru_cache(maxsize=1024)(model.tokenizer.encode)  # choices share their question
+        tokenizer = model.tokenizer
+        self.eot_token_id, self.prefix_token_id = tokenizer.eos, tokenizer.bos  # </s>; <s> stands for an empty context
+        self.max_length, self.tokenizer_name = model.context, f"affinage-{model.name}"
+        if (template := tokenizer.template) is None:
+            source = chat_template(model.system_prompt, opened=bool(tokenizer.opening))
+            template = ChatTemplate(source, tokenizer)
+        self._template = template
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the template's text, for the harness's records."""
+        return self._template.source if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the conversation in the chat template; without a generation prompt its last message is left open."""
+        self.in_chat_template = True
+        own = self.model.tokenizer.template is not None
+        messages = guarded(chat_history, self.model.tokenizer, self.model.system_prompt if own else "")
+        text, content = self._template.render(messages, add_generation_prompt=add_generation_prompt), ""
+        if not add_generation_prompt:
+            content = str(messages[-1]["content"]).strip()  # as some templates do, too
+            if content not in text:  # the template changes it
+                return self._template.render(messages[:-1], add_generation_prompt=True) + content
+        return text[: text.rfind(content) + len(content)]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return the ids of a text, after <s> unless `add_special_tokens` is False or the template has put it there."""
+        tokenizer = self.model.tokenizer
+        ids = tokenizer.encode_rendered(string)[0] if self.in_chat_template else self._encode(string)
+        if self.in_chat_template and tokenizer.template is not None:
+            return ids  # its beginning is the template's business
+        opening = list(tokenizer.opening)
+        return ids if add_special_tokens is False or ids[: len(opening)] == opening else [*opening, *ids]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        before, scored = super()._encode_pair(context, continuation)
+        if not scored:  # the continuation has merged into the context's last token: score that one
+            before, scored = before[:-1], before[-1:]
+        return before, scored
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+
+        def keep(index: int, answer: tuple[float, bool]) -> None:
+            self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+
+        return self._score(pairs, "continuations", keep)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Return the log-probability of every text, in disjoint windows of the context, the first one after <s>."""
+        texts = [request.args[0] for request in requests]
+        owners: list[int] = []
+        windows: list[tuple[list[int], list[int]]] = []
+        for index, text in enumerate(texts):
+            for window in get_rolling_token_windows(
+                token_list=self.model.tokenizer.encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                owners.append(index)
+                windows.append(make_disjoint_window(window))
+        totals = [0.0] * len(texts)
+        for index, (value, _) in zip(owners, self._score(windows, "windows of text"), strict=True):
+            totals[index] += value
+        return totals
+
+    def exceeds(self, arguments: Sequence[Any]) -> bool:
+        """Return whether the texts of a request do not fit the context: they were cut, or scored in pieces."""
+        room = self.max_length + 1
+        if isinstance(arguments[-1], dict):  # settings of a generation
+            room = self.max_length - self._params(arguments[-1]).max_new_tokens
+        return len(self.tok_encode("".join(text for text in arguments if isinstance(text, str)))) > room
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Return the text after every context, up to a stop string, <|im_end|>, </s> or the length of the task."""
+        grouped: dict[SamplingParams, list[int]] = {}
+        for index, request in enumerate(requests):
+            grouped.setdefault(self._params(request.args[1]), []).append(index)
+        texts: dict[int, str] = {}
+        with self._timed(len(requests)):
+            for params, indices in grouped.items():
+                room = self.max_length - params.max_new_tokens
+                prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
+                prompts = [ids or [self.prefix_token_id] for ids in prompts]
+
+                def keep(place: int, generation: Generation, indices: list[int] = indices) -> None:
+                    texts[indices[place]] = generation.text
+                    self.cache_hook.add_partial("generate_until", requests[indices[place]].args, generation.text)
+                    self._progress(f"generated {len(texts):,} of {len(requests):,} texts")
+
+                generate(self.model, prompts, params, keep, max_num_seqs=self._batch)
+        return [texts[index] for index in range(len(requests))]
+
+    def _params(self, settings: Mapping[str, Any]) -> SamplingParams:
+        """The harness's generation settings as ours."""
+        kwargs = normalize_gen_kwargs(dict(settings), _MAX_NEW_TOKENS)
+        if kwargs.get("repetition_penalty") not in (None, 1, 1.0):
+            raise UserError("`repetition_penalty` of a task's `generation_kwargs` is not computed", fix="Leave it out.")
+        # The end of a document or a turn always ends a generation, so its spelling need not be looked for.
+        until = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=None) if stop]
+        return SamplingParams(
+            max_new_tokens=min(int(kwargs["max_gen_toks"]), self.max_length // 2),  # half is left for the prompt
+            temperature=float(kwargs.get("temperature", 1.0)) if kwargs.get("do_sample", False) else 0.0,
+            top_k=int(kwargs.get("top_k") or 0),
+            top_p=float(kwargs.get("top_p", 1.0)),
+            min_p=float(kwargs.get("min_p") or 0.0),
+            stop=tuple(stop for stop in until if stop not in self.model.tokenizer.controls),
+        )
+
+    def _score(
+        self,
+        pairs: list[tuple[list[int], list[int]]],
+        what: str,
+        answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
+    ) -> list[tuple[float, bool]]:
+        scored = itertools.count(1)
+
+        def keep(index: int, answer: tuple[float, bool]) -> None:
+            answered(index, answer)
+            if (count := next(scored)) % 16 == 0 or count == len(pairs):
+                self._progress(f"scored {count:,} of {len(pairs):,} {what}")
+
+        with self._timed(len(pairs)):
+            return score(self.model, pairs, keep, batch=self._batch)
+
+    @contextlib.contextmanager
+    def _timed(self, requests: int) -> Iterator[None]:
+        """Wait for the other hosts, then count requests and seconds."""
+        Processes.at_work().barrier("the questions of a task", seconds=_APART)
+        started = time.monotonic()
+        yield
+        self.requests += requests
+        self.seconds += time.monotonic() - started
 
 
 def evaluate(
@@ -49,8 +218,7 @@ def evaluate(
     limit: int | None = None,  # items per task: the first ones or, with a `sample_seed`, those that it draws
     sample_seed: int | None = None,
     num_fewshot: int | None = None,  # examples before each question; None: as many as the task says
-    batch_size: int | None = None,  # rows of the context at once; None: as many as fit
-    texts: Mapping[str, Sequence[str]] | None = None,  # by name, to measure bits per byte beside those of gzip and xz
+    batch_size: int | None = None,  # rows of the context at once; None: see `default_batch`
     seen: Search | None = None,  # searches the training text for items; the results have the scores without those found
     answered: Callable[[Lines], None] = lambda _: None,  # gets the lines of all items
     progress: Callable[[str], None] = lambda _: None,  # gets a line about what is done
@@ -58,7 +226,7 @@ def evaluate(
     """Return the scores of a model on the `tasks` (names for `find_tasks`), with standard errors.
 
     Hosts that work together all call it with the same tasks and the same model, sharded over the devices of all. Each
-    gets the scores; the first one alone searches the training text, compresses, and has the file `keep`.
+    gets the scores; the first one alone searches the training text and has the file `keep`.
 
     Raises UserError for tasks that cannot be found or scored, and for a model without a chat template that
     `apply_chat_template` wants.
@@ -68,13 +236,12 @@ def evaluate(
         raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
     started, processes = time.monotonic(), Processes.at_work()
     chosen, unavailable = find_tasks(tasks, data_dir, world)
-    of_chat, skipped = [task for task in chosen if is_chat(task)], []
-    rounds = {apply_chat_template: chosen}  # by whether they are put in the chat template
+    rounds, skipped = {apply_chat_template: chosen}, []  # by whether they are put in the chat template
     if apply_chat_template == "auto":
-        rounds = {False: [task for task in chosen if not is_chat(task)], True: of_chat if model.chat else []}
-        skipped = [] if model.chat else [task["task"] for task in of_chat]
+        rounds = {templated: [task for task in chosen if is_chat(task) == templated] for templated in (False, True)}
+        skipped = [] if model.chat else [task["task"] for task in rounds.pop(True)]
     identity = fingerprint(model) if keep is not None or folder is not None else ""
-    lm = JaxLM(model, batch_size or rows_that_fit(model), progress=progress)
+    lm = JaxLM(model, batch_size or default_batch(model), progress=progress)
     outcome, items, loaded = dict[str, Any](), dict[str, list[dict[str, Any]]](), dict[str, Any]()
     contamination = None
     with contextlib.ExitStack() as stack:
@@ -128,12 +295,6 @@ def evaluate(
         results["core"] = _centered_mean(outcome)
     if contamination is not None:
         results["contamination"] = contamination_of(contamination, outcome, items)
-    if texts:
-        progress("measuring bits per byte")
-        results["bits_per_byte"] = bits = {name: {"model": lm.bits_per_byte(each)} for name, each in texts.items()}
-        for name, of_name in texts.items() if processes.first else ():
-            bits[name] |= compressor_bits_per_byte(of_name)
-        processes.broadcast("the end of the compression", None, seconds=None)
     lines = {name: [line_of(item) for item in of_task] for name, of_task in items.items()}
     answered(lines)
     if folder is not None:
@@ -147,21 +308,10 @@ def has_chat_template(model: LoadedModel) -> bool:
     return model.chat or model.tokenizer.template is not None
 
 
-def compressor_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
-    """Return what `gzip -9` and `xz -9` need for the texts, a line each, in bits per byte: {"gzip": ..., "xz": ...}.
-
-    What is common to several texts is compressed once; a model does not see the texts before.
-    """
-    encoded = [text.encode() for text in texts]
-    whole, bits = b"\n".join(encoded), sum(map(len, encoded)) / 8
-    return {"gzip": len(gzip.compress(whole, 9)) / bits, "xz": len(lzma.compress(whole, preset=9)) / bits}
-
-
 def _result(name: str, raw: Mapping[str, Any], lm: JaxLM) -> dict[str, Any]:
     """The harness's results of a task as {metrics: {metric: {value, stderr}}, items, num_fewshot, version, ...}.
 
-    `chat_template` is whether it was put in that, `chance` what guessing scores, if known, and `truncated` the number
-    of items that did not fit the model's context.
+    `chance` is what guessing scores, if known, and `truncated` the number of items that did not fit the context.
     """
     scores, metrics = raw["results"][name], {}
     for key, value in scores.items():
@@ -173,7 +323,7 @@ def _result(name: str, raw: Mapping[str, Any], lm: JaxLM) -> dict[str, Any]:
     result = {
         "metrics": metrics,
         "items": raw["n-samples"][name]["effective"],
-        "truncated": len({item["doc_id"] for item in samples if any(map(lm.was_truncated, item["arguments"]))}),
+        "truncated": len({item["doc_id"] for item in samples if any(map(lm.exceeds, item["arguments"]))}),
         "num_fewshot": raw["n-shot"].get(name, 0),
         "chat_template": lm.in_chat_template,
         "version": raw["versions"].get(name),
@@ -188,26 +338,22 @@ def _result(name: str, raw: Mapping[str, Any], lm: JaxLM) -> dict[str, Any]:
 def _centered_mean(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """The mean over CORE's tasks of (score - chance) / (1 - chance), by the metrics of its authors."""
     centered = []
-    for name in CORE_SHOTS:
-        metrics = outcome.get(name, {}).get("metrics", {})
-        score = metrics.get("acc_norm" if name in _NORMALIZED else "acc", {}).get("value")
-        if score is not None:
-            chance = outcome[name].get("chance", 0.0)
-            centered.append((score - chance) / (1 - chance))
+    for name in outcome.keys() & CORE_SHOTS.keys():
+        score = outcome[name]["metrics"]["acc_norm" if name in _NORMALIZED else "acc"]["value"]
+        chance = outcome[name].get("chance", 0.0)
+        centered.append((score - chance) / (1 - chance))
     return {"centered_mean": sum(centered) / len(centered) if centered else None, "tasks": len(centered)}
 
 
 def _readable(item: Mapping[str, Any]) -> dict[str, Any]:
-    """What a person wants to see of an item: the question, the choices or the answer, what was right, how it scored."""
-    arguments = [list(arguments) for arguments in item["arguments"]]
+    """What a person wants to see of an item: the question, the choices or the answer, and what was right."""
+    arguments = item["arguments"]
     shown: dict[str, Any] = {"prompt": arguments[0][0], "target": item["target"]}
-    shown |= {of_item(name): value for name in item["metrics"] if (value := finite(item[name])) is not None}
-    if isinstance(arguments[0][-1], dict):
-        return shown | {"answer": item["filtered_resps"][0]}
-    if len(arguments) == 1:
-        return shown | {"continuation": arguments[0][-1]}
-    scores = [response[0] for response in item["filtered_resps"]]
-    shown["chosen"] = max(range(len(scores)), key=scores.__getitem__)
-    if all(prompt == arguments[0][0] for prompt, _ in arguments):
-        return shown | {"choices": [continuation for _, continuation in arguments]}
-    return shown | {"prompt": "", "choices": ["".join(both) for both in arguments]}  # such as winogrande's
+    if isinstance(arguments[0][-1], dict):  # settings of a generation
+        shown["answer"] = item["filtered_resps"][0]
+    elif len(arguments) > 1:
+        scores = [response[0] for response in item["filtered_resps"]]
+        shown |= {"chosen": max(range(len(scores)), key=scores.__getitem__), "choices": [end for _, end in arguments]}
+        if len({prompt for prompt, _ in arguments}) > 1:  # the choices stand in the prompts, such as winogrande's
+            shown |= {"prompt": "", "choices": ["".join(each) for each in arguments]}
+    return shown

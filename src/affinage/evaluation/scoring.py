@@ -1,38 +1,32 @@
-"""Log-probabilities of continuations: rows that begin alike are computed once, and packed into batches of few shapes.
+"""Log-probabilities of continuations, packed into batches of few shapes; only scalars leave the device.
 
-Rows that begin alike are a prefix group, in which the shared tokens stand once, and each row's end sees them and
-itself. Groups are packed into rows of few lengths. Only scalars leave the device.
+Rows that begin alike are a prefix group: the shared tokens stand once, and each row's end sees them and itself.
 """
 
-import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from affinage.cluster.processes import Processes
 from affinage.data.special_tokens import PAD
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel, logits_of
+from affinage.generation.engine import LoadedModel, logits_of
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
-from affinage.model.layers.embedding import multiply_out
+from affinage.model.layers.dense import multiply_out
 from affinage.parallel import MeshLayout
-from affinage.planning.estimate import present
-from affinage.planning.trace import peak_memory
 
 LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
 # Tokens at once, whatever memory holds: more of them leave the caches of processors, which costs up to a third.
 _MAX_TOKENS = {"cpu": 1536}
-MAX_ROWS = 64  # for each device that rows are split over
-MEMORY_SHARE = 0.45  # of the memory beside the weights: XLA keeps up to twice the estimate on processors
-_TRACED = 8  # rows that are planned; memory grows in proportion
+_MAX_ROWS = 64  # for each device that rows are split over
+_MAX_PAIRS = 2**24  # of a query and a key at once: 64 MB of float32 scores for each head of attention
 _MULTIPLE = 8  # of every length, for the sake of the hardware
 Pair = tuple[list[int], list[int]]  # ids of a context, and of the continuation to score
 Answer = tuple[int, tuple[float, bool]]  # a request, with its log-probability and whether it is greedy
@@ -44,11 +38,7 @@ class Row(NamedTuple):
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
     request: int
-
-    @property
-    def first(self) -> int:
-        """The place after which the first target stands."""
-        return len(self.tokens) - len(self.targets)
+    first: int  # the place after which the first target stands
 
 
 def as_rows(pairs: Sequence[Pair], context: int) -> list[Row]:
@@ -63,14 +53,12 @@ def as_rows(pairs: Sequence[Pair], context: int) -> list[Row]:
         if len(continuation) > context:
             what = f"a choice has {len(continuation):,} tokens, and the model reads {context:,}"
             raise UserError(what, fix="Leave the task out, or take a model with a longer context.")
-        rows.append(Row(tuple((before + continuation)[-(context + 1) : -1]), tuple(continuation), index))
+        tokens = (before + continuation)[-(context + 1) : -1]
+        rows.append(Row(tuple(tokens), tuple(continuation), index, len(tokens) - len(continuation)))
     return rows
 
 
-# ---- groups ----
-
-_SHORTEST = 8  # shared tokens that are worth a group, and
-_SHARE = 1 / 4  # of a row's tokens, too
+_SHORTEST = 8  # shared tokens that are worth a group, and a quarter of a row's tokens, too
 _ROOM = 256  # tokens of a group of short rows, at most
 
 
@@ -107,22 +95,18 @@ def find_groups(rows: Sequence[Row], most: int) -> list[PrefixGroup]:
             pairs = zip(last.rows[-1].tokens[:limit], row.tokens, strict=False)
             alike = next((n for n, (a, b) in enumerate(pairs) if a != b), limit)
             joined = PrefixGroup(alike, (*last.rows, row))
-            if alike >= max(_SHORTEST, _SHARE * len(row.tokens)) and joined.length <= most:
+            if alike >= max(_SHORTEST, len(row.tokens) / 4) and joined.length <= most:
                 groups[-1] = joined
                 continue
         groups.append(PrefixGroup(0, (row,)))
     return groups
 
 
-# ---- batches ----
-
 # Tokens of a row that short groups are put into. Which of them leaves little padding depends on the groups: of
 # those of 50 tokens 192 hold three, and 256 five.
 _ROOMS = (192, 256, 320, 448, 576)
-# Keys whose attention costs a token as much as the rest of a layer; 1,750 is of a narrow model on CPUs.
-_EQUAL = 1750
-# If at most one in four of a row's tokens is scored, the last layer's attention computes these alone.
-_FEW = 4
+_EQUAL = 1750  # keys whose attention costs a token as much as the rest of a layer, in a narrow model on CPUs
+_FEW = 4  # if at most one in four of a row's tokens is scored, the last layer's attention computes these alone
 _GroupRow = list[PrefixGroup]
 
 
@@ -131,9 +115,9 @@ class Batch:
     """Rows of groups, padded to one shape, in R equal parts; a part is a row if few of its tokens are scored."""
 
     tokens: Int[np.ndarray, "B S"]  # of a group the shared ones, then the ends of its rows one after the other
-    positions: Int[np.ndarray, "B S"]  # those of every end follow the shared ones
-    segments: Int[np.ndarray, "B S"]  # a number for the shared tokens, and for each end
-    prefix_segment_ids: Int[np.ndarray, "B S"]  # for an end that of the shared tokens; for other tokens their own
+    # `positions`: those of every end follow the shared ones. `segment_ids`: a number for the shared tokens, and one for
+    # each end. `prefix_segment_ids`: for an end that of the shared tokens, for other tokens their own.
+    places: Mapping[str, Int[np.ndarray, "B S"]]
     logit_positions: Int[np.ndarray, "R P"]  # places in the flattened tokens of a part after which targets stand
     targets: Int[np.ndarray, "R P"]  # to score
     requests: list[list[tuple[int, int]]]  # of each part in the order of the targets, each with their number
@@ -217,8 +201,8 @@ def _packed(longest_first: Sequence[PrefixGroup], sizes: Sequence[int], *, packe
 def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, pad: int, joined: bool) -> Batch:
     """A batch of rows, of which `of_part` are a part with `columns` targets."""
     parts = len(rows) // of_part
-    positions, segments, prefixes = (np.zeros((len(rows), length), np.int32) for _ in range(3))
-    places, targets = (np.zeros((parts, columns), np.int32) for _ in range(2))
+    positions, segments, prefixes = arrays = [np.zeros((len(rows), length), np.int32) for _ in range(3)]
+    after_which, targets = (np.zeros((parts, columns), np.int32) for _ in range(2))
     tokens, requests = np.full((len(rows), length), pad, np.int32), [list[tuple[int, int]]() for _ in range(parts)]
     for index, groups in enumerate(rows):
         part, place_in_part = divmod(index, of_part)
@@ -240,19 +224,17 @@ def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, p
                 # A target may stand after the last of the shared tokens.
                 after = np.arange(row.first, len(row.tokens))
                 count = len(row.targets)
-                places[part, column : column + count] = place_in_part * length + np.where(
+                after_which[part, column : column + count] = place_in_part * length + np.where(
                     after < shared, after + first, after - shared + start
                 )
                 targets[part, column : column + count] = row.targets
                 requests[part].append((row.request, count))
                 start, column = own.stop, column + count
-    return Batch(tokens, positions, segments, prefixes, places, targets, requests, joined)
+    places = dict(zip(("positions", "segment_ids", "prefix_segment_ids"), arrays, strict=True))
+    return Batch(tokens, places, after_which, targets, requests, joined)
 
-
-# ---- scores ----
 
 Scores = tuple[Float[Array, "R P"], Bool[Array, "R P"]]
-Joined = tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B S"]]  # positions, segments, prefix segments
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -265,42 +247,24 @@ def _scores(
     tokens: Int[Array, "B S"],
     logit_positions: Int[Array, "R P"],
     targets: Int[Array, "R P"],
-    joined: Joined | None = None,
-) -> Scores:
-    positions, segments = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape), None
-    if joined is not None:
-        positions, *segments = joined
-    lazy, _ = logits_of(
-        graph, params, tokens, positions, dtype, layout=layout, segments=segments, logit_positions=logit_positions
-    )
-    return _log_probabilities(lazy.kernel, lazy.hidden, targets, logits_at_once)
-
-
-def _log_probabilities(
-    kernel: Float[Array, "V D"],
-    hidden: Float[Array, "R P D"],
-    targets: Int[Array, "R P"],
-    logits_at_once: int,
+    places: Mapping[str, Int[Array, "B S"]],  # see `logits_of`
 ) -> Scores:
     """Log-probability of each target, and whether it is the most likely token, in float32, a block at a time."""
-    vocabulary = kernel.shape[0]
-    block = max(1, min(targets.size, logits_at_once // vocabulary))
-    blocks = -(-targets.size // block)
-    padding = blocks * block - targets.size
-    rows = jnp.pad(hidden.reshape(targets.size, -1), ((0, padding), (0, 0))).reshape(blocks, block, -1)
-    wanted = jnp.pad(targets.reshape(-1), (0, padding)).reshape(blocks, block)
+    lazy, _ = logits_of(graph, params, tokens, dtype, places=places, layout=layout, logit_positions=logit_positions)
+    vocabulary = lazy.kernel.shape[0]
 
-    def score_block(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
-        x, target = inputs
-        logits = multiply_out(x, kernel)
-        wanted = jnp.take_along_axis(logits, target[:, None], axis=1)
+    def score_one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, target = inputs
+        logits = multiply_out(hidden, lazy.kernel)
+        wanted = logits[target]
         # The first of the largest, as argmax, which costs CPUs almost as much as the product, would find it.
-        less_likely = (logits < wanted) | ((logits == wanted) & (jnp.arange(vocabulary)[None] >= target[:, None]))
-        return wanted[:, 0] - jax.nn.logsumexp(logits, axis=-1), jnp.all(less_likely, axis=-1)
+        less_likely = (logits < wanted) | ((logits == wanted) & (jnp.arange(vocabulary) >= target))
+        return wanted - jax.nn.logsumexp(logits), jnp.all(less_likely)
 
-    values, best = score_block((rows[0], wanted[0])) if blocks == 1 else jax.lax.map(score_block, (rows, wanted))
-    value, is_best = (a.reshape(-1)[: targets.size].reshape(targets.shape) for a in (values, best))
-    return value, is_best
+    block = max(1, min(targets.size, logits_at_once // vocabulary))
+    rows = lazy.hidden.reshape(targets.size, -1), targets.reshape(-1)
+    values, best = jax.lax.map(score_one, rows, batch_size=block)
+    return values.reshape(targets.shape), best.reshape(targets.shape)
 
 
 def score(
@@ -333,8 +297,8 @@ def score(
     pending: list[tuple[Batch, Scores]] = []
     groups, multiple = find_groups(rows, most), model.row_multiple
     for each in batches(groups, tokens, context=model.context, most=most, pad=PAD, multiple=multiple):
-        joined = (each.positions, each.segments, each.prefix_segment_ids) if each.joined else None
-        arrays = jax.tree.map(model.place, (each.tokens, each.logit_positions, each.targets, joined))
+        places = each.places if each.joined else {}
+        arrays = jax.tree.map(model.place, (each.tokens, each.logit_positions, each.targets, places))
         pending.append((each, program(*arrays)))
         if len(pending) > 1:  # the device computes this batch while the numbers of the one before are taken apart
             collect(*pending.pop(0))
@@ -343,38 +307,9 @@ def score(
     return results
 
 
-def rows_that_fit(model: LoadedModel, *, beside: int = 0) -> int:
-    """Return a power of two, at most 64, times the devices that rows are split over; nothing is compiled.
+def default_batch(model: LoadedModel) -> int:
+    """Return how many rows of the model's context are scored at once, a multiple of what they are split over.
 
-    Rows are as long as the model's context, and every device computes all of its rows by itself. `beside` is the number
-    of bytes of each device that something else than the weights takes. Hosts that work together all call it, and take
-    what fits on each of them.
+    The scores of attention decide, which grow with the square of the context: 64 rows of 512 tokens, 16 of 1,024.
     """
-    device = next(iter(jax.tree.leaves(model.params)[0].sharding.addressable_devices))
-    fitting, capacity = MAX_ROWS, present([device]).memory_per_device
-    if capacity:
-        left = capacity - beside - sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(model.params))
-        fitting = int(MEMORY_SHARE * left // bytes_of_a_row(model, device.platform))
-    # A host knows the memory of its own devices alone.
-    fitting = Processes.at_work().all_min("rows that fit", fitting)
-    return model.row_multiple * (2 ** int(math.log2(min(MAX_ROWS, fitting))) if fitting > 1 else 1)
-
-
-def bytes_of_a_row(model: LoadedModel, platform: str) -> float:
-    """Return the bytes that a forward pass holds at its peak for one row of the context, beside the weights.
-
-    All scores of attention are counted: rows of several texts are computed so.
-    """
-    shape = jax.ShapeDtypeStruct((_TRACED, model.context), jnp.int32)
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.params)
-
-    def hidden(params: Any, tokens: Any, positions: Any) -> Any:
-        lazy, _ = logits_of(model.graph, params, tokens, positions, model.compute_dtype, attention="xla")
-        return lazy.hidden
-
-    return peak_memory(hidden, params, shape, shape, platform=platform) / _TRACED
-
-
-def bytes_on_a_device(leaf: jax.Array) -> int:
-    """Return the bytes of an array's part on each of its devices."""
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return model.row_multiple * max(1, min(_MAX_ROWS, _MAX_PAIRS // model.context**2))

@@ -1,11 +1,12 @@
 """Which tasks a name stands for: lm-evaluation-harness's own, benchmarks over items on this machine, or task files.
 
-benchmarks.yaml lists the benchmarks and groups that have names here. Their definitions are always the harness's; their
-items come from the Hub, or from a folder of JSON Lines in which a row is as in the Hub's dataset, or in another form.
+benchmarks.yaml lists those that have names here. Their definitions are the harness's; their items come from the Hub, or
+from a folder of JSON Lines in which a row is as in the Hub's dataset, or in another form.
 """
 
 import gzip
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -15,12 +16,11 @@ import yaml
 
 from affinage.config.data import POCKET_WORLD
 from affinage.errors import UserError
-from affinage.paths import from_home
 
 if TYPE_CHECKING:
     import datasets
 
-    from affinage.data.overlap import BenchmarkItem
+    from affinage.data.decontaminate import BenchmarkItem
 
 ChatTemplateUse = Literal["auto"] | bool
 Task = dict[str, Any]  # the configuration of a task, with its file as `where`; or {"task": name} for the harness's own
@@ -31,21 +31,14 @@ _LINES = "It must be UTF-8 text with one JSON object a line, plain or compressed
 
 _LISTED = yaml.safe_load(files("affinage.evaluation").joinpath("benchmarks.yaml").read_text(encoding="utf-8"))
 BENCHMARKS: dict[str, Task] = _LISTED["benchmarks"]
-QUICKSTART = "quickstart"  # another name for the pocket world's own benchmarks
-POCKET_TASKS = tuple(
-    f"pocket_{about}_{language}"
-    for about in ("facts", "facts_unseen", "cross", "agreement", "arithmetic", "chat")
-    for language in ("en", "fr")
-)
 GROUPS: dict[str, tuple[str, ...]] = {name: tuple(members) for name, members in _LISTED["groups"].items()}
-GROUPS[QUICKSTART] = (POCKET_WORLD,)
 CORE = "core"
 CORE_SHOTS: dict[str, int] = _LISTED["groups"][CORE]
 
 
 def of_pocket_world(task: str) -> bool:
     """Return whether it is one of the pocket world's benchmarks, or a name for all of them."""
-    return task in (POCKET_WORLD, QUICKSTART, *POCKET_TASKS)
+    return (task.startswith("pocket_") and task.isidentifier()) or GROUPS.get(task, (task,)) == (POCKET_WORLD,)
 
 
 def is_task_file(task: str) -> bool:
@@ -74,7 +67,7 @@ def on_hub(task: Mapping[str, Any]) -> bool:
 def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:
     """Return the files of a folder that these benchmarks and groups read, each once."""
     members = [member for task in tasks for member in GROUPS.get(task, (task,)) if member in BENCHMARKS]
-    return list(dict.fromkeys(file for name in members if (file := _file_of(name, from_home(data_dir)))))
+    return list(dict.fromkeys(file for name in members if (file := _file_of(name, Path(os.path.expanduser(data_dir))))))
 
 
 def find_tasks(
@@ -83,14 +76,13 @@ def find_tasks(
     """Return the tasks that names stand for, and the members of groups that are left out.
 
     A name is one of our groups (`julian`, `french`), the pocket world (all task files in `tasks/` of its folder
-    `world`) or one of its benchmarks, the path of a YAML file or of a folder of them, or else a task, group or tag that
-    lm-evaluation-harness knows, which is returned as {"task": name}. Paths of data files are relative to the task file.
-    With a `data_dir`, benchmarks of ours are the harness's definitions over the files of that folder; those of a group
-    that it has no file of are left out.
+    `world`) or one of its benchmarks, the path of a YAML file or of a folder of them, or else a task, group or tag of
+    lm-evaluation-harness, which is returned as {"task": name}. With a `data_dir`, benchmarks of ours are the harness's
+    definitions over the files of that folder; those of a group that it has no file of are left out.
 
     Raises UserError for files that are missing, unreadable, or contain `!function`: nothing loaded here may run code.
     """
-    items = None if data_dir is None else from_home(data_dir)
+    items = None if data_dir is None else Path(os.path.expanduser(data_dir))
     if items is not None and not items.is_dir():
         raise UserError(f"there is no folder {items}", where="evaluate.data_dir", fix=_PATHS)
     tasks: dict[str, Task] = {}
@@ -129,13 +121,10 @@ def check_names(
             task_manager(unknown, where)
 
 
-# ---- task files ----
-
-
 def _tasks_of(name: str, world: Path | None) -> list[Task]:
     """The tasks of a task file or a folder of them, or the name alone if it must be one of the harness's."""
-    if name not in (POCKET_WORLD, *POCKET_TASKS):
-        place = from_home(name)
+    if not of_pocket_world(name):
+        place = Path(os.path.expanduser(name))
     elif world is None:
         what = "the pocket world's benchmarks are about facts that only a model of that world knows"
         fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
@@ -177,25 +166,19 @@ def _with_data(task: Task, file: Path) -> Task:
     if "data_files" not in kwargs:
         return task
     listed, data_files = kwargs["data_files"], dict[str, list[str]]()
-    listed = listed if isinstance(listed, dict) else {"train": listed}
-    if not listed or not all(isinstance(paths, str | list) for paths in listed.values()):
-        raise UserError("`data_files` names no files", where=str(file), fix=_TASK_FILE)
-    for split, paths in listed.items():
-        names = [paths] if isinstance(paths, str) else paths
-        data_files[split] = [str((file.parent / str(name)).resolve()) for name in names]
-        for path in data_files[split]:
-            if not Path(path).is_file():
-                fix = "Paths in a task file start from its folder."
-                raise UserError(f"the data file {path} is missing", where=str(file), fix=fix)
-    if not task.get("test_split") and not task.get("validation_split"):
-        task["test_split"] = next(iter(data_files))
+    try:
+        for split, paths in (listed if isinstance(listed, dict) else {"train": listed}).items():
+            names = [paths] if isinstance(paths, str) else paths
+            data_files[split] = [str((file.parent / name).resolve(strict=True)) for name in names]
+        if not task.get("test_split") and not task.get("validation_split"):
+            task["test_split"] = next(iter(data_files))
+    except (OSError, TypeError, StopIteration) as error:
+        what = f"`data_files` names no files beside the task file: {error}"
+        raise UserError(what, where=str(file), fix=_TASK_FILE) from error
     if task["dataset_path"] == "json":
         # In memory: `datasets` would write an Arrow copy into its cache, and take longer than the model does.
         task["custom_dataset"] = read_json_lines
     return task | {"dataset_kwargs": {**kwargs, "data_files": data_files}}
-
-
-# ---- benchmarks over items on this machine ----
 
 
 def _file_of(benchmark: str, folder: Path) -> Path | None:
@@ -292,14 +275,11 @@ def _read_rows(path: Path) -> Iterator[Task]:
         raise UserError(what, where=f"{path}:{number}", fix=_LINES) from error
 
 
-# ---- items as decontamination searches for them ----
-
-
 def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> "Iterator[BenchmarkItem]":
     """Yield all items of the tasks `names` (see `find_tasks`), each with the texts that would give it away.
 
-    Those are every string in the item's data, and the question as it is put with its right answer. Items are numbered
-    from 0 in the order of the task. Raises UserError for tasks that cannot be found or whose data cannot be fetched.
+    Those are every string in the item's data, and the question with its right answer. Items are numbered from 0. Raises
+    UserError for tasks that cannot be found or whose data cannot be fetched.
     """
     from affinage.evaluation.harness import load_tasks, quiet
 
@@ -309,7 +289,7 @@ def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> "Itera
 
 def items_of(tasks: Mapping[str, Any]) -> "Iterator[BenchmarkItem]":
     """Yield the same for tasks as the harness has loaded them, by name."""
-    from affinage.data.overlap import BenchmarkItem, strings_in  # a moment
+    from affinage.data.decontaminate import BenchmarkItem, strings_in  # a moment
 
     for name, task in tasks.items():
         for number, item in enumerate(task.eval_docs):

@@ -3,19 +3,15 @@
 from collections.abc import Callable, Iterator
 
 from affinage.data.chat import encode_prompt
-from affinage.data.json_files import write_json
 from affinage.errors import UserError
-from affinage.generation.engine import Engine
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import Engine, LoadedModel
 from affinage.generation.sampling import SamplingParams
-from affinage.paths import from_home
 
 _SHORTEST = 1024  # tokens of the first cache
 _STREAMED_STEPS = 4  # tokens per dispatch when someone reads along
 HELP = """\
 /reset          forget the conversation
 /system TEXT    begin again with TEXT as the system message (empty: the model's own)
-/save FILE      write the conversation as JSON
 /help           show this
 /quit           leave (as the end of input does)"""
 
@@ -66,22 +62,6 @@ class ChatSession:
         finally:
             self.messages, self._first = [*messages, {"role": "assistant", "content": answer}], first
 
-    def command(self, text: str) -> str:
-        """Carry out a line that begins with a slash and return the message about it."""
-        name, _, argument = map(str.strip, text.partition(" "))
-        if name in ("/reset", "/system"):
-            self.reset(argument if name == "/system" else None)
-        elif name == "/save" and argument:
-            system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
-            try:
-                write_json(from_home(argument), {"messages": system + self.messages})
-            except OSError as error:
-                return f"{argument}: {error.strerror}"
-            return f"Written to {argument}."
-        else:  # /help, and what is no command
-            return HELP
-        return "A new conversation begins."
-
 
 def converse(session: ChatSession, read: Callable[[], str | None], write: Callable[[str], None]) -> None:
     """Talk until `read` returns None or /quit. `write` gets text as it is to appear, line ends included.
@@ -89,11 +69,16 @@ def converse(session: ChatSession, read: Callable[[], str | None], write: Callab
     An interrupt (Ctrl-C) during an answer ends the answer, not the conversation.
     """
     while (line := read()) is not None and (text := line.strip()) != "/quit":
-        if not text:
-            continue
+        name, _, argument = text.partition(" ")
         try:
-            for piece in [session.command(text)] if text.startswith("/") else session.reply(text):
-                write(piece)
+            if name in ("/reset", "/system"):
+                session.reset(argument.strip() if name == "/system" else None)
+                write("A new conversation begins.")
+            elif text.startswith("/"):
+                write(HELP)
+            elif text:
+                for piece in session.reply(text):
+                    write(piece)
         except KeyboardInterrupt:
             pass
         except UserError as error:  # a message that is too long, or one that the model's chat template refuses

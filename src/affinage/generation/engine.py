@@ -5,70 +5,94 @@ does not depend on the slots beside it: its random draws are folded from its own
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import takewhile
 from operator import eq
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jaxtyping import Array, Bool, Int
+from numpy.typing import ArrayLike
 
 from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
-from affinage.data.tokenizer import REPLACEMENT, Tokenizer
-from affinage.generation.model import LoadedModel, logits_of
-from affinage.generation.sampling import SamplingParams, SamplingTensors, choose
-from affinage.model.forward import for_decoding, init_cache
+from affinage.data.tokenizer import Tokenizer
+from affinage.generation.sampling import Detokenizer, SamplingParams, SamplingTensors, choose
+from affinage.model.apply_config import ApplyConfig
+from affinage.model.forward import apply, for_decoding, init_cache
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
-from affinage.model.layers.embedding import Logits, multiply_out
+from affinage.model.layers.dense import Logits, multiply_out
 from affinage.parallel import MeshLayout
 
 TOP_LOGPROBS = 20  # the largest number of alternatives of a token
 _NOTHING = -1  # stands where a row generates no token
 _SHORTEST_BUCKET = 64  # tokens of a padded prompt, and of a cache
-_LONGEST_CHARACTER = 4  # bytes of UTF-8
 _WORTH_KEEPING = 16  # tokens of a prompt that a slot holds already
 _GREEDY = SamplingParams()
 
-FinishReason = Literal["eos", "stop", "length"]
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A graph with its weights and tokenizer, on one device or sharded over a mesh."""
+
+    graph: Graph
+    params: PyTree
+    tokenizer: Tokenizer
+    name: str
+    context: int  # the longest row in tokens
+    layout: MeshLayout | None = None  # None: the default device
+    system_prompt: str = ""  # of conversations without a system message
+    compute_dtype: str = "float32"
+    chat: bool = False  # whether it was trained to chat; a template of its tokenizer alone is no sign of that
+
+    def place(self, array: ArrayLike) -> Any:
+        """Return `array` with its rows split over the mesh; without a mesh, jit puts it on the device."""
+        if self.layout is None:
+            return array
+        sharding = self.layout.batch_sharding
+        whole = np.asarray(array)  # the same on every host, each of which has some of the devices
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    def on_host(self, array: Array) -> np.ndarray:
+        """Return a computed array as numpy; where several hosts have parts of it, all of them must call this."""
+        if self.layout is not None and not array.is_fully_addressable and not array.is_fully_replicated:
+            return np.asarray(process_allgather(array, tiled=True))
+        return np.asarray(array)
+
+    @property
+    def row_multiple(self) -> int:
+        """What the number of rows of a batch must be a multiple of."""
+        return 1 if self.layout is None else self.layout.parts("batch")
 
 
-class Detokenizer:
-    """The text of a growing list of tokens, released as soon as no later token can change it.
+def logits_of(
+    graph: Graph,
+    params: PyTree,
+    tokens: Int[Array, "B S"],
+    dtype: str,
+    cache: PyTree | None = None,
+    *,
+    places: Mapping[str, Int[Array, "B S"]] = MappingProxyType({}),
+    layout: MeshLayout | None = None,
+    **config: Any,
+) -> tuple[Logits, PyTree | None]:
+    """Return the logits of rows, not yet multiplied out; and the advanced cache if one is given.
 
-    Bytes of an unfinished character are held back, and so is text that a stop string may begin with. Text from a stop
-    string on is never released. (`DecodeStream` of tokenizers raises for bytes that are no text, and has no end at
-    which bytes that are held back come out.)
+    `places` are the batch's `positions`, by default from 0 on, and its `segment_ids` and `prefix_segment_ids` if rows
+    hold several texts. `config` is more of `ApplyConfig`: with segments, or a cache unless rows are computed
+    `from_start`, attention is xla's.
     """
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, [text for text in stop if text]
-        self._undecoded: list[int] = []
-        self._held = ""
-        self.released = ""
-        self.stopped = False  # a stop string was met
-
-    def push(self, token: int | None) -> str:
-        """Return the text that one more token makes certain; None, after the last one: the text still held back."""
-        self._undecoded += [] if token is None else [token]
-        text = self._tokenizer.decode(self._undecoded)
-        unfinished = 0 < len(text) - len(text.rstrip(REPLACEMENT)) < _LONGEST_CHARACTER
-        if self.stopped or (unfinished and token is not None):
-            return ""
-        self._undecoded, held = [], self._held + text
-        ends = [held.find(stop) for stop in self._stops if stop in held]
-        self.stopped = bool(ends)
-        if not ends and token is not None:
-            ends = [place for place in range(len(held)) if any(stop.startswith(held[place:]) for stop in self._stops)]
-        end = min(ends, default=len(held))
-        self._held = held[end:]
-        self.released += held[:end]
-        return held[:end]
+    config |= {} if layout is None else {"layout": layout}
+    how = ApplyConfig(compute_dtype=jnp.dtype(dtype), cache=cache, until=graph.logits, **config)
+    outputs = apply(graph, params, {"tokens": tokens, **places}, how)
+    return outputs.values[graph.logits], outputs.cache
 
 
 @dataclass(frozen=True)
@@ -77,20 +101,17 @@ class Generation:
 
     tokens: list[int]  # up to the one that completed a stop string, without a token that ended the text
     text: str  # up to a stop string
-    finish_reason: FinishReason  # eos: a token that ends a text or a turn
+    finish_reason: str  # eos (a token that ends a text or a turn), stop or length
 
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A prompt (token ids) to be continued. `index` distinguishes requests of the same prompt and seed.
-
-    A request that is `cancelled` gives its slot back at the next step.
-    """
+    """A prompt (token ids) to be continued."""
 
     prompt: Sequence[int]
     params: SamplingParams
-    index: int = 0
-    cancelled: bool = False
+    index: int = 0  # distinguishes requests of the same prompt and seed
+    cancelled: bool = False  # gives its slot back at the next step
     tokens: list[int] = field(default_factory=list)
     limit: int = 0  # the largest number of tokens to generate; set by `Engine.submit`, as is the next
     detokenizer: Detokenizer = field(init=False)
@@ -166,7 +187,8 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
         # Padding to the right enters the cache as well, and is overwritten before any query sees it.
         last: dict[str, Any] = {"logit_positions": (lengths - 1)[:, None], "from_start": starts is None}
         kernel: AttentionImplementation = "auto" if layout is None else "xla"
-        lazy, part = logits_of(graph, params, tokens, positions, dtype, part, attention=kernel, **last)
+        places = {"positions": positions}
+        lazy, part = logits_of(graph, params, tokens, dtype, part, places=places, attention=kernel, **last)
         _, first = advance(rows, lazy)
 
         def insert(old: Array, new: Array) -> Array:
@@ -184,7 +206,8 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
 
         def generate_token(carry: tuple[Array, Any, Rows, Array]) -> tuple[Array, Any, Rows, Array]:
             step, part, rows, out = carry
-            lazy, part = logits_of(graph, params, rows.token[:, None], rows.position[:, None], dtype, part)
+            places = {"positions": rows.position[:, None]}
+            lazy, part = logits_of(graph, params, rows.token[:, None], dtype, part, places=places)
             rows, chosen = advance(rows, lazy)
             return step + 1, part, rows, out.at[:, step].set(chosen)
 
@@ -319,13 +342,11 @@ class Engine:
 
     def _dispatch(self, program: Any, requests: Sequence[EngineRequest], *arrays: np.ndarray, **static: Any) -> Array:
         """Run a program on the donated cache, with one row for each request; return the tokens that it chose."""
-        numbers = [
-            ((each.tokens or each.prompt)[-1], len(each.prompt) + len(each.tokens) - 1, len(each.tokens), each.limit)
-            for each in requests
-        ]
+        places = [len(each.prompt) + len(each.tokens) - 1 for each in requests]
+        last = [(each.tokens or each.prompt)[-1] for each in requests]
+        numbers = [(len(each.tokens), each.limit, each.index) for each in requests]
         params = [each.params for each in requests]
-        columns: list[Any] = list(np.array(numbers, np.int32).T)
-        columns += [np.array([each.index for each in requests], np.int32)]
+        columns: list[Any] = [*np.array([last, places, *zip(*numbers, strict=True)], np.int32)]
         columns += [np.array([each.ignore_eos for each in params]), SamplingTensors.of(params)]
         cache, self._cache = self._cache or self._empty(slots=self.slots, length=self.length), None
         rows, arrays = jax.tree.map(self.model.place, (Rows(*columns), arrays))
@@ -352,7 +373,7 @@ class Engine:
             if ended or detokenizer.stopped or len(request.tokens) >= request.limit:
                 del self.active[slot]
                 text += detokenizer.push(None)
-                reason: FinishReason = "stop" if detokenizer.stopped else "eos" if ended else "length"
+                reason = "stop" if detokenizer.stopped else "eos" if ended else "length"
                 generation = Generation(request.tokens, detokenizer.released, reason)
             if text or generation:
                 events.append((request, text, generation))
@@ -396,9 +417,6 @@ def _bucket(tokens: int) -> int:
     return max(_SHORTEST_BUCKET, 1 << (tokens - 1).bit_length())
 
 
-# ---- log-probabilities ----
-
-
 class TokenLogprobs(NamedTuple):
     """The log-probability of a token, and of the most likely tokens in its place: (id, log-probability)."""
 
@@ -412,8 +430,7 @@ def _scores(
     graph: Graph, dtype: str, layout: MeshLayout | None, params: PyTree, tokens: Int[Array, "R S"]
 ) -> tuple[Array, Array, Array]:
     """The log-probabilities of the tokens of the first row, and the ids and values of the likeliest ones."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    lazy, _ = logits_of(graph, params, tokens, positions, dtype, layout=layout)
+    lazy, _ = logits_of(graph, params, tokens, dtype, layout=layout)
     logprobs = jax.nn.log_softmax(multiply_out(lazy.hidden[0, :-1], lazy.kernel), axis=-1)
     values, ids = jax.lax.top_k(logprobs, min(TOP_LOGPROBS, logprobs.shape[1]))
     return jnp.take_along_axis(logprobs, tokens[0, 1:, None], axis=1)[:, 0], ids, values

@@ -1,8 +1,7 @@
-"""From the logits of the next token to the next token.
+"""From the logits of the next token to the next token, and from tokens to their text.
 
-The filters are those of Hugging Face's `generate`, in its order: temperature, top-k, top-p, min-p.
-Each row of a batch has values of its own, as arrays, so that no setting compiles anything again; filters that no row
-uses are skipped as the program runs.
+The filters are those of Hugging Face's `generate`, in its order: temperature, top-k, top-p, min-p. Each row has values
+of its own, as arrays, so that no setting compiles anything again; filters that no row uses are skipped.
 """
 
 from collections.abc import Sequence
@@ -14,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from affinage.data.tokenizer import REPLACEMENT, Tokenizer
 from affinage.errors import UserError
 
 _EXCLUDED = -jnp.inf
+_LONGEST_CHARACTER = 4  # bytes of UTF-8
 _RANGES = {
     "max_new_tokens": (0, 2**31 - 1),
     "temperature": (0, 100),
@@ -114,3 +115,35 @@ def choose(
         lambda: best,
     )
     return jnp.where(tensors.temperature > 0, drawn, best)
+
+
+class Detokenizer:
+    """The text of a growing list of tokens, released as soon as no later token can change it.
+
+    Bytes of an unfinished character are held back, and so is text that a stop string may begin with. Text from a stop
+    string on is never released. (`DecodeStream` of tokenizers raises for bytes that are no text.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, [text for text in stop if text]
+        self._undecoded: list[int] = []
+        self._held = ""
+        self.released = ""
+        self.stopped = False  # a stop string was met
+
+    def push(self, token: int | None) -> str:
+        """Return the text that one more token makes certain; None, after the last one: the text still held back."""
+        self._undecoded += [] if token is None else [token]
+        text = self._tokenizer.decode(self._undecoded)
+        unfinished = 0 < len(text) - len(text.rstrip(REPLACEMENT)) < _LONGEST_CHARACTER
+        if self.stopped or (unfinished and token is not None):
+            return ""
+        self._undecoded, held = [], self._held + text
+        ends = [held.find(stop) for stop in self._stops if stop in held]
+        self.stopped = bool(ends)
+        if not ends and token is not None:
+            ends = [place for place in range(len(held)) if any(stop.startswith(held[place:]) for stop in self._stops)]
+        end = min(ends, default=len(held))
+        self._held = held[end:]
+        self.released += held[:end]
+        return held[:end]

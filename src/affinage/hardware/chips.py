@@ -188,13 +188,7 @@ def _gpus(name: str, word: str, count: int) -> Slice:
     if count < 1 or rest:
         fix = f"Try {word}x{max(1, round(count / _GPUS_OF_BOX)) * _GPUS_OF_BOX}."
         raise UserError(f"{count} GPUs do not make whole boxes of {_GPUS_OF_BOX}", where="--on", fix=fix)
-    variables = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    variable = next((variable for variable in variables if os.environ.get(variable)), "")
-    try:
-        share = float(os.environ.get(variable, _JAX_TAKES))
-    except ValueError as error:
-        raise UserError(f"{os.environ[variable]!r} is not a number", where=variable, fix="Such as 0.9.") from error
-    known = CHIPS[_GPUS[word]]
+    known, share = CHIPS[_GPUS[word]], float(os.environ.get("XLA_CLIENT_MEM_FRACTION", _JAX_TAKES))
     gpu = dataclasses.replace(known, usable_bytes=int(share * (known.memory_bytes or 0)))
     return Slice(name, gpu, (boxes, count // boxes), (False, False), boxes)
 

@@ -7,6 +7,7 @@ import platform
 import resource
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -118,13 +119,9 @@ def measured_speed() -> tuple[float, float]:
     import numpy as np
 
     def best_of_five(work: Callable[[], Any]) -> float:
-        # The processor's own seconds, of all threads together: what else runs on the machine hardly counts.
-        seconds = []
-        for _ in range(6):  # the first compiles
-            start = time.process_time()
-            work()
-            seconds.append(time.process_time() - start)
-        return min(seconds[1:])
+        # The processor's own seconds, of all threads together: what else runs on the machine hardly counts. The first
+        # of six compiles.
+        return min(timeit.repeat(work, timer=time.process_time, repeat=6, number=1)[1:])
 
     side = 2048
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

@@ -1,8 +1,7 @@
 """The families of transformers: how config.json and tensors correspond to a graph, in both directions.
 
-families.yaml describes each of them: which key of config.json is which setting of the graph, what the graph has without
-a key, which values it computes with, and where each parameter is stored. A graph belongs to a family when the
-config.json written for it describes the same graph again.
+families.yaml describes each of them. A graph belongs to a family when the config.json written for it describes the same
+graph again.
 """
 
 import re
@@ -18,15 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Float
 from numpy.typing import NDArray
 
 from affinage.errors import UserError
 from affinage.model.graph import Graph, Node, parse
 from affinage.model.layer import Layer, PyTree, map_parameters
 from affinage.model.layers.block import TransformerBlock
-from affinage.model.layers.dense import Dropout, LayerNorm, RmsNorm
-from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
+from affinage.model.layers.dense import Dropout, Embedding, LayerNorm, LearnedPositions, RmsNorm, Unembed
 
 Tensors = Mapping[str, NDArray[Any]]
 Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
@@ -120,8 +117,6 @@ class FamilySpec:
     transposed: bool  # matrices of layers are nn.Linear's, [outputs, inputs], and not Conv1D's
     tensors: Mapping[str, str]  # dotted path of a parameter -> name with {layer} and {expert}, or name/third
 
-    # ---- config.json ----
-
     def to_config(self, graph: Graph, *, context: int | None = None) -> dict[str, Any]:
         """Return what config.json says of a graph of this family; `context` is the longest input in tokens."""
         return self._values(decoder_settings(graph) | {"context": context})
@@ -172,11 +167,8 @@ class FamilySpec:
             theirs = decoder_settings(parse(self.from_config(values, "")[1]))
         except UserError as error:
             return {"": (error.what, None)}
-        paths = [path for path in settings | theirs if not _TRAINING_ONLY.fullmatch(path)]
-        pairs = {path: (settings.get(path), theirs.get(path)) for path in paths}
-        return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
-
-    # ---- tensors ----
+        pairs = {path: (settings.get(path), theirs.get(path)) for path in settings | theirs}
+        return {p: pair for p, pair in pairs.items() if pair[0] != pair[1] and not _TRAINING_ONLY.fullmatch(p)}
 
     def to_tensors(self, params: PyTree, graph: Graph) -> dict[str, NDArray[Any]]:
         """Return the parameters under transformers' names, in their own dtype."""
@@ -254,14 +246,9 @@ def _model(settings: Settings) -> dict[str, Any]:
 
 
 def _refused(name: str, value: Any, where: str) -> UserError:
-    return UserError(
-        f"`{name}: {value}` cannot be honored, so this model is not imported",
-        where=where,
-        fix="Models of this family with the usual value can be imported.",
-    )
+    what = f"`{name}: {value}` cannot be honored, so this model is not imported"
+    return UserError(what, where=where, fix="Models of this family with the usual value can be imported.")
 
-
-# ---- rotary positions ----
 
 _ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
 _SCALINGS: dict[str, dict[str, str]] = {  # setting of the graph -> key of transformers
@@ -311,9 +298,6 @@ def _rope_from_config(values: Mapping[str, Any], theta: float, where: str) -> di
     return {"theta": (different or [theta])[0]} | ({"scaling": {"kind": kind, **scaling}} if scaling else {})
 
 
-# ---- all families ----
-
-
 class Architecture(NamedTuple):
     """What a config.json describes."""
 
@@ -324,15 +308,12 @@ class Architecture(NamedTuple):
     ignored: tuple[str, ...]  # keys that transformers does not know for this family, and so ignores
 
 
-def _family(model_type: str, spec: Mapping[str, Any]) -> FamilySpec:
-    layer = {f"blocks.{ours}": f"{spec['prefix']}.{{layer}}.{theirs}" for ours, theirs in spec["layer"].items()}
-    fields = {name: spec[name] for name in ("architecture", "constants", "fixed", "rope_theta", "transposed")}
-    keys = {name: key for name, key in spec["keys"].items() if key is not None}
-    return FamilySpec(model_type, keys=keys, tensors=spec["tensors"] | layer, **fields)
-
-
-_WRITTEN = yaml.safe_load(files("affinage.hub").joinpath("families.yaml").read_text(encoding="utf-8"))
-FAMILIES = {model_type: _family(model_type, spec) for model_type, spec in _WRITTEN.items()}
+FAMILIES: dict[str, FamilySpec] = {}
+for _type, _spec in yaml.safe_load(files("affinage.hub").joinpath("families.yaml").read_text("utf-8")).items():
+    _prefix, _layer = _spec.pop("prefix"), _spec.pop("layer")
+    _spec["keys"] = {name: key for name, key in _spec["keys"].items() if key is not None}
+    _names = {f"blocks.{ours}": f"{_prefix}.{{layer}}.{theirs}" for ours, theirs in _layer.items()}
+    FAMILIES[_type] = FamilySpec(_type, **_spec | {"tensors": _spec["tensors"] | _names})
 
 
 def family_of(graph: Graph) -> FamilySpec:
@@ -350,8 +331,7 @@ def family_of(graph: Graph) -> FamilySpec:
 def architecture_of(values: Mapping[str, Any], where: str) -> Architecture:
     """Read a config.json of one of `FAMILIES`; where it has no value, transformers' default holds.
 
-    Raises:
-        UserError: another family, or a value that the graph would not compute with.
+    Raises UserError for another family, and for a value that the graph would not compute with.
     """
     if values.get("auto_map"):
         fix = "Import a version of the model in transformers' own form."
@@ -362,32 +342,7 @@ def architecture_of(values: Mapping[str, Any], where: str) -> Architecture:
     if family is None:
         fix = f"There are: {', '.join(FAMILIES)}."
         raise UserError(f"`model_type: {values.get('model_type')}` is not a known family", where=where, fix=fix)
-    dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise UserError(f"`dtype: {dtype}` is not a dtype of weights", where=where, fix="Use float32 or bfloat16.")
+    dtype = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
+    dtype = dtype if dtype in ("bfloat16", "float16") else "float32"
     context, model = family.from_config(values, where)
     return Architecture(family.model_type, model, context, dtype, family.unknown(values))
-
-
-def with_ids(graph: Graph, params: PyTree, ids: Sequence[int]) -> tuple[Graph, PyTree]:
-    """Return the model with rows for new ids, each the mean of those below the first of them.
-
-    A vocabulary that is padded that far stays as large as it is. A token that was never seen is then no likelier than
-    the others (Hewitt, Initializing new word embeddings, 2021).
-    """
-    if not ids:
-        return graph, params
-    size, written, changed = max(graph.vocabulary, max(ids) + 1), graph.to_dict(), {**params}
-
-    def grown(rows: Float[np.ndarray, "V D"]) -> Float[np.ndarray, "W D"]:
-        old = np.asarray(rows)
-        new = np.concatenate([old, np.zeros((size - len(old), old.shape[1]), old.dtype)])
-        new[list(ids)] = old[: min(ids)].mean(axis=0, dtype=np.float64)
-        return new
-
-    for name in (decoder_nodes(graph)[role].name for role in ("embed", "logits")):
-        settings: dict[str, Any] = written["nodes"][name]
-        settings |= {"vocab": size} if "vocab" in settings else {}
-        if name in params:
-            changed[name] = {leaf: grown(rows) for leaf, rows in params[name].items()}
-    return parse(written), changed

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from affinage.data.chat import encode_prompt, system_prompt_in, with_system_prompt
 from affinage.data.special_tokens import CONTROL_PIECES
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel, logits_of
-from affinage.hub.export import DTYPES
+from affinage.generation.engine import LoadedModel, logits_of
+from affinage.hub.folder import DTYPES
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.parallel import MeshLayout
@@ -49,9 +49,9 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     """Load `folder` with transformers and compare it with `model`.
 
     Compared are the names of the tensors, the logits of `texts` (float32, weights rounded to the exported dtype on both
-    sides), the token ids of `texts` and of texts that are hard to tokenize, the ids of the control tokens, and, if the
-    folder has a chat template, the ids of conversations. Returns what was compared and the largest difference as a
-    share of the largest logit. Raises UserError at the first disagreement, or if torch or transformers are missing.
+    sides), the token ids of texts and control tokens, and, if the folder has a chat template, of conversations. Returns
+    what was compared and the largest difference as a share of the largest logit. Raises UserError at the first
+    disagreement, or if torch or transformers are missing.
     """
     try:
         import torch  # heavy, and only here
@@ -94,8 +94,7 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
 def verify_gguf(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, Any]:
     """Convert an exported folder to GGUF by llama.cpp's script, and compare token ids and logits with the model's.
 
-    Returns the number of texts and the largest difference as a share of the largest logit. Raises UserError at the
-    first disagreement, or if the script or llama-cpp-python are missing.
+    Returns and raises as `verify`, also if the script or llama-cpp-python are missing.
     """
     converter = Path(os.environ.get(LLAMA_CPP, ".")) / CONVERTER
     if not converter.is_file() or not importlib.util.find_spec("llama_cpp"):
@@ -158,8 +157,7 @@ def _apart(
 def _logits(
     graph: Graph, params: PyTree, tokens: Int[Array, "B S"], layout: MeshLayout | None
 ) -> Float[Array, "B S V"]:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return logits_of(graph, params, tokens, positions, "float32", attention="xla", layout=layout)[0].array()
+    return logits_of(graph, params, tokens, "float32", attention="xla", layout=layout)[0].array()
 
 
 def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:

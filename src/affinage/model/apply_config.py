@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import checkpoint_policies as policies
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from affinage.config.training import ActivationName, AttentionImplementation, RematChoice
-from affinage.errors import UserError
+from affinage.config.training import ActivationName, AttentionImplementation, Remat
 
 # A nested dict with arrays, declarations, axes ... at its leaves. Values differ by use, the nesting does not.
 PyTree: TypeAlias = dict[str, Any]
@@ -81,20 +80,9 @@ class ApplyConfig:
     capability: tuple[int, int] | None = field(default_factory=lambda: capability_of(jax.local_devices()[0]))
     remat: Callable[..., Any] | None = None  # what of each layer is kept: a policy of `jax.checkpoint`; None: all
     planned: bool = False  # traced for a plan only: choices are not logged
-    remat_nodes: bool = False  # keep of every node its inputs alone, and compute the rest again in the backward pass
     layout: Layout = field(default_factory=Layout)  # how arrays lie on the devices
     ring_attention: bool = False  # where the layout splits sequences: pass keys around instead of gathering them
     layers: Callable[..., Any] | None = None  # takes the place of `apply_layers`; a pipeline is one
-
-    def rematerialized(self, layer: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
-        """A layer that keeps for the backward pass what `remat` says, or by default all that is dear."""
-        policy = self.remat
-        if policy is None:
-            if self.platform == "cpu":
-                return layer
-            # Norms and the like are computed again: that costs less than to store and read their float32 values.
-            policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, NAMED)
-        return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # a loop keeps the passes apart
 
     @property
     def flattens(self) -> bool:
@@ -102,23 +90,12 @@ class ApplyConfig:
         return self.platform == "cpu" and self.layout.parts("sequence") == self.layout.parts("residual") == 1
 
 
-def with_remat(config: ApplyConfig, remat: RematChoice) -> ApplyConfig:
-    """The config with layers, and for `full` also nodes, that keep no more than the setting names, or a UserError."""
-    if remat == "auto":
-        fix = "A recipe's trainings and plans choose. Here name one: none, dots, block or full."
-        raise UserError("`auto` was not chosen for these devices", where="parallel.remat", fix=fix)
+def with_remat(config: ApplyConfig, remat: Remat) -> ApplyConfig:
+    """The config with layers that keep no more than the setting names."""
     if isinstance(remat, str):
         attended = policies.save_only_these_names("attended", STATISTICS)
         dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)
-        policy = {"none": config.remat, "dots": dots}.get(remat, policies.nothing_saveable)
-        return replace(config, remat=policy, remat_nodes=remat == "full")
-    if remat.offload and config.platform == "cpu":
-        fix = "Move these names to `keep`, or leave them out: they are then computed again."
-        raise UserError("a CPU has no memory to offload activations to", where="parallel.remat.offload", fix=fix)
-    policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[*remat.keep, *([STATISTICS] if "attended" in (*remat.keep, *remat.offload) else [])],
-        names_which_can_be_offloaded=list(remat.offload),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    return replace(config, remat=policy)
+        policy = {"none": config.remat, "dots": dots, "block": policies.nothing_saveable}[remat]
+        return replace(config, remat=policy)
+    names = [*remat.keep, *([STATISTICS] if "attended" in remat.keep else [])]
+    return replace(config, remat=policies.save_only_these_names(*names))

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import checkpoint_policies as policies
 from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
-from affinage.model.apply_config import ApplyConfig, PyTree
+from affinage.model.apply_config import NAMED, ApplyConfig, PyTree
 from affinage.model.graph import Graph, Node
 from affinage.model.layer import BATCH, SEQUENCE, Batch, LayerContext, Loss, Pairs, ParamSpec, Result, map_parameters
-from affinage.model.layers.embedding import Unembed
+from affinage.model.layers.dense import Unembed
 from affinage.model.layers.losses import REFERENCE, PreferenceLoss
 from affinage.model.lora import Adapters
 
@@ -132,14 +133,7 @@ def apply_part(
         with jax.named_scope(node.name):  # by which profiles and plans know what a program's operations are for
             if node.repeat is not None and config.platform == "gpu" and not node.scans(config.platform):
                 own = _cast_matrices(own, graph.parameters.get(node.name, {}), config.compute_dtype)
-            if config.remat_nodes:
-
-                def parts(own: PyTree, shared: Any, inputs: Any, node: Node = node, context: Any = context) -> Any:
-                    return tuple(vars(apply_node(node, own, inputs, replace(context, shared=shared))).values())
-
-                result = Result(*jax.checkpoint(parts)(own, context.shared, inputs))
-            else:
-                result = apply_node(node, own, inputs, context)
+            result = apply_node(node, own, inputs, context)
         made.values[node.name] = result.value
         made.losses.extend(total / jnp.maximum(count, 1.0) for total, count in result.losses.values())
         for name, (total, count) in result.metrics.items():
@@ -199,7 +193,12 @@ def apply_layers(node: Node, params: PyTree, x: Any, context: LayerContext, firs
         result = Result.of(node.layer.apply(layer_params, (value,), own))
         return (result.value, result.cache), (result.losses, result.metrics)
 
-    wrapped = context.config.rematerialized(body, scanned=scanned)
+    policy = context.config.remat
+    if policy is None and context.config.platform != "cpu":
+        # Norms and the like are computed again: that costs less than to store and read their float32 values.
+        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, NAMED)
+    # A loop keeps the passes apart.
+    wrapped = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=not scanned)
     cache: Any = None
     if scanned:
         numbers = first + jnp.arange(node.layers)

@@ -26,6 +26,7 @@ from affinage.model.layer import (
     map_parameters,
     parameters_in,
 )
+from affinage.model.layers.dense import Embedding, LearnedPositions
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]
@@ -284,3 +285,51 @@ def _ordered(nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Loc
             what = f"node `{node.name}` cannot repeat: it turns {taken[0]} into {shapes[node.name]}"
             raise _wrong(what, locate, node.name)
     return Graph(tuple(inputs.items()), tuple(ordered), shapes)
+
+
+# ---- what a graph costs, known from its shapes alone: parameters and floating point operations ----
+#
+# A matrix product of [m, k] and [k, n] is 2 m n k operations and nothing else counts. Attention counts the pairs of
+# tokens that causality leaves, S (S + 1) / 2 of a row, as if its documents were one. Experts count for the tokens sent
+# to them or, where they have a capacity, for their slots, filled or not. A training step is three forward passes, as
+# recomputation is not counted; of a node that no gradient goes through (`constant`) it is one.
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """How many numbers a graph learns."""
+
+    total: int
+    active: int  # that one token uses: all but the experts it is not sent to
+    embedding: int  # tables that are looked up, of tokens or positions; a tied unembedding is one of them
+
+
+def parameters(graph: Graph) -> ParameterCount:
+    """Counts of the declared parameters; nothing is allocated."""
+    tables = [node.name for node in graph.nodes if isinstance(node.layer, Embedding | LearnedPositions)]
+    embedding = sum(p.size for name in tables for p in parameters_in(graph.parameters[name]))
+    declared = parameters_in(graph.parameters)
+    return ParameterCount(sum(p.size for p in declared), sum(p.active for p in declared), embedding)
+
+
+def analyze(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
+    """One JSON-able row per node, at this batch (rows) and context (tokens of a row), all its repeats together.
+
+    `flops` are of a forward pass, `training_flops` of a forward and a backward pass; `shape` is symbolic in B and S.
+    """
+    rows: list[dict[str, Any]] = []
+    for node in graph.nodes:
+        cost = node.layer.cost(graph.input_shapes(node), {BATCH: batch, SEQUENCE: context})
+        flops = (cost.matmul + cost.attention) * node.layers
+        row = {"name": node.name, "kind": node.layer.kind_name, "inputs": [*node.inputs], "repeat": node.layers}
+        row |= {"shape": str(graph.shapes[node.name]), "flops": flops}
+        row["parameters"] = sum(parameter.size for parameter in parameters_in(graph.parameters.get(node.name, {})))
+        rows.append(row | {"training_flops": flops if node.layer.constant else 3 * flops})
+    return rows
+
+
+def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
+    """The rows of `analyze` and a last one, named `total`: what `affinage graph` prints."""
+    table = analyze(graph, batch, context)
+    total = {key: sum(row[key] for row in table) for key in ("parameters", "flops", "training_flops")}
+    return [*table, {"name": "total", "kind": "", "inputs": [], "repeat": 1, "shape": "", **total}]

@@ -118,12 +118,6 @@ class Cost:
     matmul: int = 0  # everything but the attention's two products
     attention: int = 0  # scores and weighted values, over the pairs that causality (and a window) leaves
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.matmul + other.matmul, self.attention + other.attention)
-
-    def __mul__(self, times: int) -> "Cost":
-        return Cost(self.matmul * times, self.attention * times)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -53,66 +53,40 @@ REPLICAS = "data"  # the mesh axis along which stand copies of the model, unless
 def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> Mesh:
     """A mesh with every axis of `AXES`, of size 1 where `sizes` does not name it; `devices` of all hosts.
 
-    At most one size may be "auto", which takes the devices that the others leave; without it one host may use only the
-    first of its devices. Raises a UserError where the sizes do not multiply to the number of devices.
+    One size may be "auto", which takes the devices that the others leave; without it one host may leave some.
+    UserError: the sizes do not multiply to the number of devices.
     """
     full = axis_sizes(sizes, len(devices), all_of_them=jax.process_count() > 1)
-    shape = tuple(full[axis] for axis in AXES)
-    devices = devices[: math.prod(shape)]
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    shape = tuple(full.values())
     # On a TPU the grid follows the wires of the torus; elsewhere it is the order of the devices.
-    options: dict[str, Any] = {"devices": list(devices), "allow_split_physical_axes": True}
-    if slices > 1:
-        across = across_slices(full, slices)
-        within = tuple(size // parts for size, parts in zip(shape, across, strict=True))
-        grid = mesh_utils.create_hybrid_device_mesh(within, across, **options)
-    else:
-        grid = mesh_utils.create_device_mesh(shape, **options)
-    return Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+    used = list(devices[: math.prod(shape)])
+    grid = mesh_utils.create_device_mesh(shape, used, allow_split_physical_axes=True)
+    return Mesh(grid, tuple(full), axis_types=(jax.sharding.AxisType.Auto,) * len(full))
 
 
 def axis_sizes(sizes: Mapping[str, int | str], count: int, *, all_of_them: bool) -> dict[str, int]:
     """The sizes of all `AXES`, with "auto" filled in, for `count` devices; without `all_of_them` some may be left over.
 
-    UserError: an unknown axis, two that are auto, or sizes that do not fit the devices.
+    UserError: two that are auto, or sizes that do not fit the devices.
     """
     fixed = dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in sizes.items() if size != "auto"}
     free, used = [axis for axis, size in sizes.items() if size == "auto"], math.prod(fixed.values())
-    widest = "data" if used <= count else max(AXES, key=lambda axis: fixed[axis])
-    what, fix = "", f"Set one axis to auto, such as --set mesh.{widest}=auto."
-    for axis in sizes:
-        if axis not in AXES:
-            what, fix = f"unknown mesh axis {axis!r}", f"The axes are {', '.join(AXES)}."
-        elif fixed[axis] < 1:
-            what, fix = f"{axis} has size {fixed[axis]}", "At least 1 device."
-    if not what and len(free) > 1:
+    if len(free) > 1:
         what, fix = f"both {free[0]} and {free[1]} are auto", "At most one axis may be auto."
-    elif not what and (count % used if free else used > count or (used < count and all_of_them)):
+    elif count % used if free else used > count or (used < count and all_of_them):
         product = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1)
         made = f"{product} makes {used} devices" if product else "the mesh is of 1 device"
-        what = f"{made}, but there are {count}"
+        widest = "data" if used <= count else max(fixed, key=lambda axis: fixed[axis])
+        what, fix = f"{made}, but there are {count}", f"Set one axis to auto, such as --set mesh.{widest}=auto."
         if free:
             what, fix = f"{made}, which does not divide the {count} there are", f"Take sizes that divide {count}."
-    if what:
-        raise UserError(what, where="mesh", fix=fix)
-    return fixed | dict.fromkeys(free, count // used)
-
-
-def across_slices(full: Mapping[str, int], slices: int) -> tuple[int, ...]:
-    """Into how many parts each axis of `AXES` is cut so that every slice of TPUs has one, or a UserError."""
-    # What may go over the network, the first that divides: a sum of gradients, or one activation per stage.
-    for cut in ("data", "pipeline", "fsdp"):
-        if full[cut] % slices == 0:
-            return tuple(slices if axis == cut else 1 for axis in AXES)
-    fix = f"Make data (or pipeline, or fsdp) a multiple of {slices}; the network between slices is slow."
-    raise UserError(f"no axis of the mesh can be cut along the {slices} slices of TPUs", where="mesh", fix=fix)
+    else:
+        return fixed | dict.fromkeys(free, count // used)
+    raise UserError(what, where="mesh", fix=fix)
 
 
 def table_with(replaced: Lines) -> Table:
-    """The sharding table with the lines that a recipe replaces.
-
-    UserError: one mesh axis would split both the rows and the positions of an activation.
-    """
+    """The sharding table with the lines that a recipe replaces; UserError: an axis would split rows and positions."""
     table = {**TABLE, **{str(axis): (*mesh_axes,) for axis, mesh_axes in replaced.items()}}
     if "expert_rows" not in replaced:
         table["expert_rows"] = tuple(axis for axis in table["batch"] if axis not in table["experts"])
@@ -137,8 +111,8 @@ class MeshLayout(Layout):
     def spec(self, axes: Axes, without: Collection[str] = ()) -> PartitionSpec:
         """The split of an array with the given logical axes; None in `axes` is never split.
 
-        A mesh axis splits an array once: where two logical axes claim it, the one further left has it. Mesh axes of
-        size 1 are left out, so that specs of equal meaning are equal, and so are those of `without`.
+        Where two logical axes claim a mesh axis, the one further left has it. Mesh axes of size 1 are left out, so that
+        specs of equal meaning are equal, and so are those of `without`.
         """
         taken: set[str] = set()
         parts: list[tuple[str, ...] | str | None] = []
@@ -157,10 +131,8 @@ class MeshLayout(Layout):
         return NamedSharding(self.mesh, self.spec(("batch",)))
 
     def param_shardings(self, axes: PyTree, abstract: PyTree) -> PyTree:
-        """A NamedSharding for every parameter, of trees of its logical axes and of `jax.ShapeDtypeStruct`.
-
-        UserError: a size does not divide over its mesh axes.
-        """
+        """A NamedSharding for every parameter, of trees of logical axes and of `jax.ShapeDtypeStruct`; UserError: one
+        does not divide over its mesh axes."""
 
         def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: Axes) -> NamedSharding:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -173,11 +145,8 @@ class MeshLayout(Layout):
         return jax.tree_util.tree_map_with_path(one, abstract, axes)
 
     def check(self, graph: Graph, rows: int, micro_batches: int, seq_len: int) -> None:
-        """Refuse, by a UserError, a batch that does not split evenly over the mesh, or an axis that splits nothing.
-
-        All devices of such an axis would do the same work; that of a pipeline is left to `Pipeline.check`. `seq_len`:
-        tokens of a row, 0 of models without.
-        """
+        """Refuse, by a UserError, a batch that does not split evenly over the mesh, or an axis that splits nothing, for
+        rows of `seq_len` tokens, 0 of models without; the stages of a pipeline are left to `Pipeline.check`."""
         self.check_rows(rows, micro_batches)
         used = {"batch", *(name for parameter in parameters_in(graph.parameters) for name in parameter.axes if name)}
         if any(SEQUENCE in shape.dims for _, shape in graph.inputs):
@@ -289,9 +258,8 @@ def serving_layout(
 ) -> tuple[MeshLayout, Any]:
     """How a model is used that was trained on a mesh of these sizes: the layout, and its parameters' shardings.
 
-    Generation has neither stages nor long sequences to split: the devices of `pipeline` and `context` split the
-    weights as `fsdp` does, or, where a width does not divide, hold copies as `data`. `replaced` are the recipe's lines
-    of the sharding table.
+    The devices of `pipeline` and `context` split the weights as `fsdp` does, or, where a width does not divide, hold
+    copies as `data`. `replaced` are the recipe's lines of the sharding table.
     """
     table, shape = serving_table(replaced), dict(make_mesh(sizes, devices).shape)
     folded = shape[STAGES] * shape["context"]

@@ -191,11 +191,8 @@ class Pipeline(Strategy):
 def _schedule(
     run: Callable[..., Any], waiting: Float[Array, "P M b S D"], stages: int, rounds: int
 ) -> tuple[Float[Array, "M b S D"], Any, Any]:
-    """All ticks: what the last stage makes of the micro-batches that wait at the first one, and sums of by-products.
-
-    In tick t stage i is at its piece of work t - i; before the first and after the last one it works on whatever is
-    there, and nothing reads that.
-    """
+    """What the last stage makes of the micro-batches that wait at the first one, and sums of by-products. In tick t
+    stage i is at its piece of work t - i; what it computes before the first and after the last one nothing reads."""
     own, parts = waiting.shape[:2]
     number = jnp.arange(own)
     first = (number == 0).reshape(-1, 1, 1, 1)
@@ -226,8 +223,7 @@ def _schedule(
 
 def _with_block_inputs(remat: Callable[..., Any], primitive: Any, *inputs: Any, **parameters: Any) -> Any:
     """What `remat` keeps, and what every layer begins with: of two policies the outer one holds for what is inside."""
-    choice = remat(primitive, *inputs, **parameters)  # has a `dst` where it is offloaded to the host's memory
-    return True if parameters.get("name") == "block_input" and not hasattr(choice, "dst") else choice
+    return parameters.get("name") == "block_input" or remat(primitive, *inputs, **parameters)
 
 
 def _micro_batches(x: Array, parts: int) -> Array:

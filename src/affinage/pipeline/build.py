@@ -1,5 +1,6 @@
 """From a recipe to the list of its steps, each with the settings, files and results that decide what it makes."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,9 +12,8 @@ from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import EvaluateSettings, Recipe
 from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS, MonitorSettings
-from affinage.data.places import is_on_hub, location, released_folder
+from affinage.data.places import is_on_hub, located, released_folder
 from affinage.evaluation.tasks import files_of, is_task_file, of_pocket_world
-from affinage.paths import from_home
 from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS, chat_template_of, extended, initial_folder
 from affinage.pipeline.sources import task_files
 from affinage.pipeline.step import Step, StepContext, Summary, lazily
@@ -66,16 +66,19 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
         return
     more: dict[str, Any] = {"version": 4, "resumable": True}
     check = _of_data("check_ingest")
-    files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
+    places = [located(source, data) for source in data.sources]
+    files = tuple(source.place for source in places if not is_on_hub(source))
     config = _part(data, "sources", "root", "mirror", "sample", "on_error")
     inputs: tuple[str, ...] = ("synthesize",) if POCKET_WORLD in worlds else ()
-    yield Step("ingest", _of_data("ingest_step"), {"data": config}, inputs, files=files, check=check, **more)
+    newer: dict[str, Any] = more | {"version": 5}
+    yield Step("ingest", _of_data("ingest_step"), {"data": config}, inputs, files=files, check=check, **newer)
     config = {"data": _part(data, "filters", "languages")}
-    yield Step("filter", _of_data("filter_step"), config, ("ingest",), check=_of_data("check_filter"), **more)
+    yield Step("filter", _of_data("filter_step"), config, ("ingest",), check=_of_data("check_filter"), **newer)
     last = ("filter",)
     if data.dedup is not None:
         against = data.dedup.against  # a run is known by its name, a folder by its documents
-        files = (str(released_folder(against, Path("runs"))),) if against and from_home(against).is_dir() else ()
+        is_folder = bool(against) and os.path.isdir(os.path.expanduser(against))
+        files = (str(released_folder(against, Path("runs"))),) if is_folder else ()
         yield Step("dedup", _of_data("dedup_step"), {"data": _part(data, "dedup")}, last, files=files, **more)
         last = ("dedup",)
     config, files = _searched(recipe)
@@ -90,7 +93,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
         config = {"data": _part(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         yield Step("train-tokenizer", _of_data("tokenizer_step"), config, ("split",), version=2)
     config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
-    yield Step("tokenize", _of_data("tokenize_step"), config, inputs, check=_of_data("check_tokenize"), **more)
+    yield Step("tokenize", _of_data("tokenize_step"), config, inputs, **more)
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -122,8 +125,8 @@ def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
         config["chat_template"] = template
     if tuning.seq_len is None:
         config["packing"] = _part(recipe.packing, "seq_len")
-    places = [source for source in tuning.sources if not is_on_hub(source, tuning.mirror)]
-    files = tuple(location(place, tuning.root, tuning.mirror) for place in places)
+    places = [located(source, tuning) for source in tuning.sources]
+    files = tuple(source.place for source in places if not is_on_hub(source))
     searched, item_files = _searched(recipe)
     return Step(
         ROWS[section],
@@ -185,7 +188,6 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
             # How items are found in the text; otherwise the same settings have decided over the text itself.
             config["data"] = {"decontaminate": _part(decontaminate, "n_grams")}
         read = ["train-tokenizer", *(["synthesize"] if any(map(of_pocket_world, evaluate.tasks)) else [])]
-        read += ["split"] if evaluate.compressors and recipe.data is not None else []
         for training in trained:
             yield Step(
                 EVALUATIONS[training],

@@ -42,9 +42,7 @@ class TrainingRows:
         if tokenizer is None:
             raise UserError("the rows, or what they were made from, are gone", where=str(run), fix="Run it again.")
         self.tokenizer, facts = Tokenizer(tokenizer), self.facts
-        self.feed = DataLoader(
-            self.folder / "train", seed=facts["seed"], batch=facts["batch"], mixture=facts["mixture"]
-        )
+        self.feed = DataLoader(self.folder / "train", **{name: facts[name] for name in ("seed", "batch", "mixture")})
 
     def where(self, step: int, row: int | None = None) -> list[dict[str, Any]]:
         """What lies in the batch of a step, counted from 1 as metrics.jsonl does, or in one row of it.

@@ -32,7 +32,6 @@ ITEMS = "items"  # of the results of an evaluation
 FEED = "feed.json"  # of a training: how to find the rows of a step again; the devices may have a part in the batch
 ROWS = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # the step that makes a training's rows
 TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
-CHAT = ("dpo", "sft")  # those that make a chat model
 EVALUATIONS = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
 _RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
@@ -292,10 +291,10 @@ def facts_of(model: Path) -> dict[str, Any]:
     """What is known of a model beside its weights: its model.json; of a Hugging Face folder the same, from its files.
 
     That is `graph`, `context`, `system_prompt`, `precision` and, where there are such, `chat_template`, `lora`,
-    `release` and `begun_with` (license, sampling settings and place of the import that it began with), `imported`.
+    `release` and `begun_with` (license and place of the import that it began with), `imported`.
     """
     if (model / HUB_CONFIG).is_file() and not (model / MODEL).is_file():
-        from affinage.hub.read import hub_facts
+        from affinage.hub.folder import hub_facts
 
         return hub_facts(model)
     return read_json(model / MODEL)
@@ -303,7 +302,7 @@ def facts_of(model: Path) -> dict[str, Any]:
 
 def is_tuned(training: Path) -> bool:
     """Whether it is a fine-tuning to conversations, and not only a model with a chat template."""
-    return (request := read_request(training)) is not None and request.step in CHAT
+    return (request := read_request(training)) is not None and request.step in ("sft", "dpo")
 
 
 def is_chat(model: Path) -> bool:
@@ -311,16 +310,11 @@ def is_chat(model: Path) -> bool:
     return is_tuned(model) or bool(facts_of(model).get("imported", {}).get("chat"))
 
 
-def release_of(model: Path, license: str | None) -> tuple[str | None, dict[str, Any]]:
-    """The license, None if unknown, and the sampling settings of an export; a chosen `license` comes first.
-
-    An imported model, and one that was trained from it, has those of the import.
-    """
+def license_of(model: Path) -> str | None:
+    """The license of a model: an import's for that and what was trained from it; None if it is not known."""
     facts = facts_of(model)
     release = facts.get("imported", facts).get("release")
-    if release is None and "imported" not in facts:
-        return license or SCRATCH_LICENSE, {}
-    return license or (release or {}).get("license"), (release or {}).get("sampling", {})
+    return SCRATCH_LICENSE if release is None and "imported" not in facts else (release or {}).get("license")
 
 
 def results_of(training: Path, run: Path) -> dict[str, Path]:

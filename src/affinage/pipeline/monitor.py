@@ -9,15 +9,15 @@ import jax
 from affinage.checkpoint import CheckpointStore
 from affinage.cluster.processes import Processes
 from affinage.config.training import TrainSettings, TuningSettings
+from affinage.data.json_files import write_json
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.model import Graph
 from affinage.parallel import MeshLayout, serving_table
 from affinage.pipeline.models import KEPT, made_from
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_data import chat_tokenizer
-from affinage.pipeline.store import write_json
 from affinage.results import read_json
 from affinage.training.state import TrainState, split_params
 from affinage.training.trainer import compute_dtype
@@ -34,7 +34,7 @@ class _Stopped(Exception):
 
 
 class BenchmarkMonitor:
-    """Scores benchmarks while a model is trained, and may end the training; see `affinage.training.job.Monitor`.
+    """Scores benchmarks while a model is trained, and may end the training; see `affinage.training.trainer.Monitor`.
 
     Points are stored in the folder of the training.
     """
@@ -55,7 +55,7 @@ class BenchmarkMonitor:
         return step % self.settings.every_steps == 0 or step == self.steps
 
     def look(self, step: int, state: TrainState, stop: Callable[[], bool]) -> tuple[dict[str, Any] | None, str]:
-        """The scores of a state, and why the training ends here; see `affinage.training.job.Monitor`."""
+        """The scores of a state, and why the training ends here; see `affinage.training.trainer.Monitor`."""
         point = next((point for point in self.points if point["step"] == step), None)
         if point is None:
             # Points after this one are of a run that was killed, and are computed again.
@@ -105,7 +105,6 @@ class BenchmarkMonitor:
         to the same weights again, bit for bit, and computes none twice.
         """
         from affinage.evaluation.run import evaluate
-        from affinage.evaluation.scoring import bytes_on_a_device, rows_that_fit
 
         def raise_if_stopped(_: str) -> None:
             if stop():
@@ -127,8 +126,6 @@ class BenchmarkMonitor:
             system_prompt=self._system_prompt,
             compute_dtype=compute_dtype(settings.precision, chip(kind)).name,
         )
-        weights = {id(leaf) for leaf in jax.tree.leaves(params)}
-        beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in weights)
         world = context.inputs.get("synthesize")
         if world is None and "tokenize" in context.inputs:
             world = made_from(context.inputs["tokenize"], "synthesize")
@@ -142,7 +139,6 @@ class BenchmarkMonitor:
                 data_dir=self.settings.data_dir,
                 limit=self.settings.limit,
                 sample_seed=context.recipe.seed,
-                batch_size=rows_that_fit(model, beside=beside),
                 answered=lines.update,
                 progress=raise_if_stopped,
             )

@@ -5,11 +5,9 @@ recipe.yaml. Every verb takes it as a model.
 """
 
 import hashlib
-import json
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +19,10 @@ from flax.traverse_util import flatten_dict
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import LogicalAxis, LoraSettings, MeshAxis, PrecisionSettings
-from affinage.data.tokenizer import Tokenizer, add_chat_tokens
+from affinage.data.json_files import write_json
+from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.generation.model import LoadedModel
+from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
@@ -32,14 +31,14 @@ from affinage.parallel import serving_layout
 from affinage.parallel.sharding import replicated
 from affinage.pipeline import models
 from affinage.pipeline.models import KEPT, MODEL, TOKENIZER, Checkpoint, Target
-from affinage.pipeline.store import read_manifest, write_json
+from affinage.pipeline.store import read_manifest
 from affinage.registry import VARIABLE, load_named_plugins
 from affinage.results import read_json
 from affinage.training.state import kept_frozen
 from affinage.training.trainer import compute_dtype
 
 if TYPE_CHECKING:
-    from affinage.hub.read import HubModel
+    from affinage.hub.folder import HubModel
 
 Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
 Table = Mapping[LogicalAxis, tuple[MeshAxis, ...]]  # lines of the sharding table that a recipe has replaced
@@ -73,7 +72,7 @@ def open_model(
     folder = target.path
     load: Callable[[Any], Any]  # gives the parameters, of abstract ones with shardings
     if target.kind == "hub":
-        from affinage.hub.read import hub_facts, read_hub_folder  # half a second, of huggingface_hub's imports
+        from affinage.hub.folder import hub_facts, read_hub_folder  # half a second, of huggingface_hub's imports
 
         hub = read_hub_folder(folder)
         graph, tokenizer = hub.graph, fitting_tokenizer(folder, hub.graph.vocabulary)
@@ -130,27 +129,20 @@ def _facts_and_graph(folder: Path) -> tuple[dict[str, Any], Graph]:
         raise UserError(error.what, where=error.where or str(folder), fix=fix) from error
 
 
-def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = False, origin: str = "") -> "HubModel":
+def import_model(source: Path, folder: Path, name: str, *, origin: str = "") -> "HubModel":
     """Write `folder`, whole or not at all, from one with config.json, safetensors and a tokenizer.
 
-    The recipe in it is called `name`. With `chat_tokens` the vocabulary gets the tokens of ChatML that it lacks; their
-    embeddings begin at the mean. Otherwise `origin`, where Hugging Face's libraries find the model, is written down.
+    The recipe in it is called `name`. `origin`, where Hugging Face's libraries find the model, is written down.
     Raises UserError for what cannot be taken over exactly.
     """
-    from affinage.hub.families import with_ids
-    from affinage.hub.read import hub_facts, read_hub_folder
+    from affinage.hub.folder import hub_facts, read_hub_folder
 
     hub = read_hub_folder(source)
     tokenizer, making = fitting_tokenizer(source, hub.graph.vocabulary), folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(making, ignore_errors=True)
     (making / TOKENIZER).mkdir(parents=True)
     tokenizer.write(making / TOKENIZER)
-    if chat_tokens and not tokenizer.fixed_ids and (added := add_chat_tokens(making / TOKENIZER)):
-        graph, params = with_ids(hub.graph, hub.params, added)
-        hub, origin = replace(hub, graph=graph, params=params), ""
-    files = sorted((making / TOKENIZER).iterdir())
-    contents = json.dumps([(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files])
-    digests = {"weights": hub.weights.digest(), "tokenizer": hashlib.sha256(contents.encode()).hexdigest()}
+    digests = {"weights": _digest(source, "*.safetensors"), "tokenizer": _digest(making / TOKENIZER, "*")}
     facts: dict[str, Any] = {"graph": hub.graph.to_dict(), "context": hub.architecture.context, "precision": {}}
     facts |= hub_facts(source)
     facts["imported"] |= {"sha256": digests} | ({"from": origin} if origin else {})
@@ -168,6 +160,14 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
     store.wait()
     making.rename(folder)
     return hub
+
+
+def _digest(folder: Path, pattern: str) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob(pattern)):
+        with file.open("rb") as opened:
+            digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
 
 
 # ---- weights ----

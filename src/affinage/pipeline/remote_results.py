@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 
-from affinage.checkpoint.remote import RemoteError, RemoteFolder, download, download_newest, forget, is_inside
+from affinage.checkpoint.remote import RemoteFolder, download_newest, is_inside
 from affinage.errors import UserError, first_line
 from affinage.pipeline.models import SAVED
 from affinage.pipeline.step import print_line
@@ -82,11 +82,11 @@ class RemoteResults:
         folder = self._store.path(request)
         url = f"{self.url}/{folder.name}"
         if forced:
-            forget(url)
-        elif url.startswith("gs://"):  # where Orbax reads the checkpoints
-            download(url, folder, SAVED, others=True)
-        else:
-            download_newest(url, folder, lambda line: print_line(f"{request.step}: {line}"))
+            there = RemoteFolder(url)
+            there.remove(there.sizes())
+        else:  # from gs:// Orbax reads the checkpoints itself
+            steps = not url.startswith("gs://")
+            download_newest(url, folder, lambda line: print_line(f"{request.step}: {line}"), steps=steps)
 
     def put(self, request: Request) -> None:
         """Copy a complete result there; a failure is kept in `failure`, as the result is good without the copy."""
@@ -100,7 +100,7 @@ class RemoteResults:
                 if not (name.partition("/")[0] in SAVED and sizes.get(name) == facts.bytes):
                     there.put(folder / name, name)
             there.write(MANIFEST, (folder / MANIFEST).read_bytes())
-        except (RemoteError, OSError) as error:
+        except (UserError, OSError) as error:
             self.failure = first_line(error)
             return
         self._manifests[folder.name] = manifest

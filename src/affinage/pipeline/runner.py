@@ -15,13 +15,14 @@ from filelock import Timeout
 
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
+from affinage.data.json_files import write_json
 from affinage.data.places import is_url
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, located, print_line
-from affinage.pipeline.store import REQUEST, Request, Store, link, read_request, write_json
+from affinage.pipeline.store import REQUEST, Request, Store, link, read_request
 from affinage.results import RESULT, RESULTS, Result, read_json, versions
 from affinage.stopping import StopSignals
 
@@ -41,7 +42,6 @@ class PlannedStep:
     step: Step
     request: Request
     reason: str
-    unchecked: dict[str, str]  # URLs that it reads and of which no server gave the version -> why
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ class PipelineRunner:
                 wanted.update(step.inputs)
         self._all, self._force = steps, force
         self._steps = [step for step in steps if step.name in wanted]
-        self._sources: dict[str, tuple[dict[str, str], dict[str, str]]] = {}  # of each step, read once
+        self._sources: dict[str, dict[str, str]] = {}  # of each step, read once
         self._remote: RemoteResults | None = None
         if loaded.recipe.runtime.remote is not None:
             from affinage.pipeline import remote_results  # imports JAX, which a plan does without
@@ -116,18 +116,17 @@ class PipelineRunner:
         for step in self._steps:
             before = read_request(self.folder / step.name)
             if step.name not in self._sources:
-                remote, unchecked = remote_fingerprints(step.files, before.sources if before else {})
+                remote = remote_fingerprints(step.files, before.sources if before else {})
                 sources = step.sources | fingerprints(step.files) | remote
                 if not sources and before is not None and before.settings == step.config:
                     sources = before.sources  # the user's files are gone, and what was made from them is still good
-                self._sources[step.name] = sources, unchecked
-            sources, unchecked = self._sources[step.name]
+                self._sources[step.name] = sources
             inputs = {name: planned[name].request.key for name in step.inputs}
-            request = Request(step.name, step.version, step.config, inputs, sources)
+            request = Request(step.name, step.version, step.config, inputs, self._sources[step.name])
             forced = "forced" if step.name in self._force else ""
             forced = forced or next((f"forced by {name}" for name in step.inputs if planned[name].forced), "")
             reason = forced or self._reason(step, request, before)
-            planned[step.name] = PlannedStep(step, request, reason, unchecked)
+            planned[step.name] = PlannedStep(step, request, reason)
         return list(planned.values())
 
     def _reason(self, step: Step, request: Request, before: Request | None) -> str:
@@ -252,7 +251,7 @@ class PipelineRunner:
         with listener.running(planned) as progress:
             with located(self.loaded, step.name), contextlib.ExitStack() as together:
                 for url in filter(is_url, step.files) if planned.forced else ():
-                    from affinage.data.downloads import cached_path
+                    from affinage.data.files import cached_path
 
                     cached_path(url).unlink(missing_ok=True)
                 if self._remote is not None and step.has_progress:

@@ -4,7 +4,7 @@ import contextlib
 import glob
 import hashlib
 import os
-import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,51 +12,30 @@ from pathlib import Path
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.data.json_files import write_json
-from affinage.data.places import is_url, printable
-from affinage.errors import first_line
-from affinage.paths import from_home
-from affinage.results import read_json
+from affinage.data.json_files import encodable
+from affinage.data.places import is_url
+from affinage.errors import UserWarned, first_line
 
 _WHOLE = 16_000_000  # bytes: a larger file is known by its size, time and a sample
 _BLOCKS, _BLOCK = 64, 65_536  # number of blocks, and bytes of each
-_SETTLED = 2.0  # seconds after a change until a fingerprint is remembered: a clock may be as coarse
 
 
 def fingerprints(paths: Iterable[str]) -> dict[str, str]:
     """Fingerprint each local file that `paths` name: a file, a folder (all files in it but hidden ones), or a glob.
 
     The fingerprint is the hash of the content; of files above 16 MB it is the size, the time of change and the hash of
-    64 blocks. URLs are left out, see `remote_fingerprints`. A file is read again once its time of change is another.
+    64 blocks. URLs are left out, see `remote_fingerprints`.
 
     Returns:
         {path as given, or path of the file found: fingerprint}; nothing for what does not exist.
     """
-    from affinage.data.downloads import cache_folder
-
     local = [path for path in paths if path != POCKET_WORLD and not is_url(path)]
-    places = [str(from_home(path.removeprefix("file://").removeprefix("local://"))) for path in local]
-    if not (files := [file for place in places for file in _files(place)]):
-        return {}
-    memory, result, learned = cache_folder() / "fingerprints.json", {}, {}
-    known = read_json(memory)
-    for file in files:
-        status, name = file.stat(), os.path.abspath(file)
-        version = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-        entry = known.get(name) or [None]
-        if entry[:-1] != version:
-            entry = [*version, _fingerprint(file, status)]
-            if time.time() - status.st_ctime > _SETTLED:
-                learned[name] = entry
-        result[printable(str(file))] = str(entry[-1])
-    if learned:
-        with contextlib.suppress(OSError):  # it only saves time
-            memory.parent.mkdir(parents=True, exist_ok=True)
-            write_json(memory, known | learned)
-    return result
+    places = [os.path.expanduser(path.removeprefix("file://").removeprefix("local://")) for path in local]
+    return {encodable(str(file)): _fingerprint(file) for place in places for file in _files(place)}
 
 
-def _fingerprint(file: Path, status: os.stat_result) -> str:
+def _fingerprint(file: Path) -> str:
+    status = file.stat()
     with file.open("rb") as opened:
         if status.st_size <= _WHOLE:
             return hashlib.file_digest(opened, "sha256").hexdigest()[:32]
@@ -75,41 +54,34 @@ def _files(path: str) -> Iterator[Path]:
                 yield file
 
 
-def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The versions of files at URLs as their servers give them: the ETag, else size and time of change.
+def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> dict[str, str]:
+    """The versions of those of the paths that are URLs, as their servers give them: the ETag, else the time of change.
 
-    If a server gives none, or does not answer, the former fingerprint stays; without a former one, it is the version
-    of the downloaded copy.
-
-    Args:
-        paths: URLs of files, or of folders and globs in object stores; others are left out.
-        former: fingerprints that were taken before.
-
-    Returns:
-        The fingerprints, and of each URL that could not be checked the reason.
+    If a server gives none, or does not answer, the fingerprint that was taken before stays, with a warning.
     """
     if not (urls := list(filter(is_url, paths))):
-        return {}, {}
-    from affinage.data.downloads import version_of, version_of_copy
+        return {}
+    from affinage.data.files import version_of
 
-    def check(url: str) -> tuple[str, str]:
+    def check(url: str) -> str:
         try:
-            return version_of(url), "the server gives no version"
+            if version := version_of(url):
+                return version
+            reason = "the server gives no version"
         except Exception as error:  # each library has its own
-            return "", first_line(error.__cause__ or error)
+            reason = first_line(error.__cause__ or error)
+        warnings.warn(f"cannot check whether {url} has changed: {reason}", UserWarned, stacklevel=2)
+        return former.get(url, "not checked")
 
     with ThreadPoolExecutor(max_workers=8) as pool:
-        versions = dict(zip(urls, pool.map(check, urls), strict=True))
-    unchecked = {url: reason for url, (version, reason) in versions.items() if not version}
-    known = {url: former.get(url) or version_of_copy(url) or "not checked" for url in unchecked}
-    return {url: version for url, (version, _) in versions.items()} | known, unchecked
+        return dict(zip(urls, pool.map(check, urls), strict=True))
 
 
 def task_files(paths: Iterable[str]) -> list[str]:
     """Task files and folders with the data files and templates they name: all that their benchmarks are made of."""
     files = []
     for path in paths:
-        place = from_home(path)
+        place = Path(os.path.expanduser(path))
         files.append(path)
         for file in [*place.rglob("*.yaml"), *place.rglob("*.yml")] if place.is_dir() else [place]:
             with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):  # raised where it is read

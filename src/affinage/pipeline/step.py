@@ -1,6 +1,7 @@
 """A pipeline step: a function, the settings that decide its result, and what it reads."""
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 from affinage.errors import UserError
-from affinage.paths import from_home
 
 _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 Summary = dict[str, Any]  # JSON-able facts about a result, which become its `result.json`
@@ -110,7 +110,7 @@ def at(loaded: LoadedRecipe, *key: str | int) -> Iterator[None]:
 
 def check_exists(loaded: LoadedRecipe, path: str, *key: str | int) -> None:
     """Raise UserError if a file or folder of the user's, which a setting names, is not there."""
-    if path != POCKET_WORLD and "://" not in path and not from_home(path).exists():
+    if path != POCKET_WORLD and "://" not in path and not os.path.exists(os.path.expanduser(path)):
         fix = "Paths start from the working directory."
         raise UserError(f"there is no `{path}`", where=loaded.locate(key), fix=fix)
 

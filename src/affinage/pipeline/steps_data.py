@@ -9,15 +9,13 @@ from affinage.config.load import LoadedRecipe
 from affinage.config.training import TuningSettings
 from affinage.data import ingest
 from affinage.data.conversations import check_source
-from affinage.data.decontaminate import decontaminate, write_items
+from affinage.data.decontaminate import BenchmarkItem, decontaminate, kind_of_items, read_items, write_items
 from affinage.data.dedup import dedup
 from affinage.data.executor import open_executor
 from affinage.data.filters import filter_documents, known_languages
-from affinage.data.overlap import BenchmarkItem, kind_of_items, read_items
 from affinage.data.places import released_folder
 from affinage.data.split import split
 from affinage.data.synthetic import write_world
-from affinage.data.token_shards import check_url
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import measure, train_tokenizer
@@ -28,12 +26,8 @@ from affinage.pipeline.models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary, at, check_exists, print_line
 
 # Counts of tuning data that are printed: what was cut, left out, or written in another way.
-_COUNTS = (
-    *("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere"),
-    "rewritten",
-    "reasoning_dropped",
-    "prompt_differs",
-)
+_COUNTS: tuple[str, ...] = ("not_sampled", "truncated", "dropped", "identical", "in_benchmark", "held_out_elsewhere")
+_COUNTS += ("rewritten", "reasoning_dropped", "prompt_differs")
 
 
 def synthesize(context: StepContext, size: int) -> Summary:
@@ -206,13 +200,6 @@ def check_benchmarks(loaded: LoadedRecipe, section: tuple[str, ...]) -> None:
         if not any(map(of_pocket_world, GROUPS.get(task, (task,)))):  # that is written by a step
             with at(loaded, *section, "tasks", index):
                 check_names([task], settings.data_dir, where=task)
-
-
-def check_tokenize(loaded: LoadedRecipe) -> None:
-    """The place of the sequences can be written."""
-    if url := loaded.recipe.packing.output_path:
-        with at(loaded, "packing", "output_path"):
-            check_url(url)
 
 
 def check_tuning_data(loaded: LoadedRecipe, section: str) -> None:

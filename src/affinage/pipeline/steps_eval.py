@@ -2,26 +2,30 @@
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import pyarrow as pa
+
 from affinage.cluster.processes import Processes
+from affinage.config.data import DecontaminateSettings
 from affinage.config.load import LoadedRecipe
 from affinage.data.chat import encode_prompt
+from affinage.data.decontaminate import BenchmarkItem, Contamination, ItemIndex, contamination, texts_of_rows
 from affinage.data.documents import read_documents
+from affinage.data.json_files import write_json
+from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.generation.engine import generate
-from affinage.generation.model import LoadedModel
+from affinage.evaluation.results import Search
+from affinage.generation.engine import LoadedModel, generate
 from affinage.generation.sampling import SamplingParams
-from affinage.hub.export import export as write_hub_folder
 from affinage.hub.families import family_of
+from affinage.hub.folder import export as write_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import parse
-from affinage.pipeline.eval_results import contamination_search
-from affinage.pipeline.models import TRAININGS, Target, release_of
+from affinage.pipeline.models import TRAININGS, Target, license_of, made_from
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext, Summary, mesh_of
-from affinage.pipeline.store import write_json
 from affinage.report.card import card_facts
 from affinage.report.facts import collect_facts
 
@@ -49,7 +53,6 @@ def evaluate(context: StepContext, training: str) -> Summary:
         limit=settings.limit,
         num_fewshot=settings.num_fewshot,
         apply_chat_template="auto" if unlearned else settings.apply_chat_template,
-        texts=validation_texts(inputs.get("split")) if settings.compressors else None,
         seen=contamination_search(inputs[training], decontaminate) if settings.contamination else None,
         progress=context.progress,
     )
@@ -81,9 +84,9 @@ def export(context: StepContext) -> Summary:
     assert settings is not None
     training = next(name for name in TRAININGS if name in inputs)
     model = _trained(context, training, context.recipe.name)
-    license, sampling = release_of(inputs[training], settings.license)
+    license = settings.license or license_of(inputs[training])
     facts = card_facts(collect_facts(context.run_folder, inputs), license)
-    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype, sampling=sampling)
+    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype)
     if settings.verify:
         context.progress("comparing with transformers")
         texts = [text for group in validation_texts(inputs.get("split"), _VERIFIED).values() for text in group]
@@ -123,3 +126,24 @@ def check_export(loaded: LoadedRecipe) -> None:
     except UserError as error:
         fix = "Set `export: null`: everything else works with it, as a MODEL too."
         raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error
+
+
+def contamination_search(training: Path, settings: DecontaminateSettings | None = None) -> Search | None:
+    """What finds items in the documents and conversations of a training and of those before it; None if there are none.
+
+    `settings` decide what is a match; by default they are those of decontamination.
+    """
+    split, tokenizer = made_from(training, "split"), made_from(training, "train-tokenizer")
+    found = [made_from(training, step) for step in ("sft-data", "preference-data")]
+    chats = [(chat / "train", tokenizer) for chat in found if chat is not None and tokenizer is not None]
+
+    def texts() -> Iterator[pa.Array]:
+        for batch in read_documents(split / "train", ["text"]) if split is not None else ():
+            yield batch.column("text")
+        for rows, folder in chats:
+            yield from texts_of_rows(rows, Tokenizer(folder))
+
+    def search(items: Iterable[BenchmarkItem]) -> Contamination:
+        return contamination(ItemIndex(items, (settings or DecontaminateSettings()).n_grams), texts())
+
+    return search if split is not None or chats else None

@@ -1,6 +1,7 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
 import bisect
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,12 @@ from affinage.checkpoint.remote import Uploader, download
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.dataloader import DataLoader, ValidationRows, validation_sets
+from affinage.data.dataloader import DataLoader, ValidationRows, repetition
+from affinage.data.json_files import write_json
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from affinage.hardware.devices import acquire
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
@@ -28,8 +30,7 @@ from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, located, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
-from affinage.pipeline.store import content_hash, write_json
-from affinage.planning.estimate import remat_for_devices
+from affinage.pipeline.store import content_hash
 from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
@@ -46,7 +47,7 @@ def train_step(context: StepContext) -> Summary:
     requested = getattr(recipe, name)
     rows = inputs[ROWS[name]]
     feed, validation = _token_rows(context, requested, rows)
-    settings = within_epochs(requested, feed, name) if isinstance(requested, TuningSettings) else requested
+    settings = within_epochs(requested, feed, name)
     prompt = "" if name == "pretrain" else recipe.chat_system_prompt if name == "dpo" else requested.system_prompt
     data = {"rows": content_hash(rows, "train")}
     if (reference := inputs.get("ref-logprobs")) is not None:
@@ -77,8 +78,6 @@ def train_step(context: StepContext) -> Summary:
     summary = train(job)
     if context.saves_to != context.folder and Processes.current.first:
         download(str(context.remote), context.folder, SAVED)
-    if name == "pretrain":
-        return summary | {"epochs": feed.epochs(settings.steps)}
     return summary if settings.steps == requested.steps or summary["ended"] else summary | {"ended": "epochs"}
 
 
@@ -118,11 +117,6 @@ def _job(context: StepContext, base: Graph, settings: TrainSettings, feed: DataL
     graph, inputs = base, context.inputs
     if isinstance(settings, DpoSettings):
         graph = preference_graph(base, settings, documents_in_a_row(inputs["preference-data"]))
-    if parallel.remat == "auto":
-        layout = MeshLayout(make_mesh(mesh_of(recipe), acquire()), table_with(parallel.sharding))
-        choice = remat_for_devices(base, settings, parallel, layout, feed.batch_size, feed.context)
-        print_line(f"{name}: {choice}")
-        parallel = parallel.model_copy(update={"remat": choice.remat})
     if context.remote is not None:
         rules = runtime.checkpoint.model_dump(include={"keep_last", "keep_every"})
         fields["uploader"] = uploader = Uploader(context.remote, context.folder, **rules)
@@ -177,14 +171,21 @@ def _token_rows(
         facts = {"rows": rows.name, "seed": seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
         write_json(context.folder / FEED, facts)
     rows_at_once = batch // settings.gradient_accumulation_steps  # a micro-batch is what fits in memory
-    return feed, validation_sets(rows / "validation", batch=rows_at_once, limit=settings.eval_sequences)
+    opened = partial(ValidationRows, batch=rows_at_once, limit=settings.eval_sequences)
+    return feed, {name: opened(path) for name, path in find_shard_folders(rows / "validation").items()}
 
 
-def within_epochs(settings: TuningSettings, feed: DataLoader, where: str) -> TuningSettings:
+def within_epochs(
+    settings: PretrainSettings | TuningSettings, feed: DataLoader, where: str
+) -> PretrainSettings | TuningSettings:
     """The settings with at most the steps that `num_epochs` allows, and a schedule that ends with them.
 
-    A warm-up that is longer becomes a tenth of the steps.
+    A warm-up that is longer becomes a tenth of the steps. Warns of a pretraining that reads its data too often.
     """
+    if not isinstance(settings, TuningSettings):
+        if (advice := repetition(max(feed.epochs(settings.steps).values()))) and Processes.current.first:
+            warnings.warn(f"{where} {advice}", UserWarned, stacklevel=2)
+        return settings
     if settings.num_epochs is None:
         return settings
     # The last step after which no source was read more often.

@@ -21,6 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from affinage.data.json_files import write_json
 from affinage.errors import UserError
 from affinage.pipeline.step import print_line
 from affinage.results import MANIFEST, RESULT, read_json, versions
@@ -134,7 +135,9 @@ class Store:
         inside = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
         files = {path.relative_to(folder).as_posix(): hash_on_disk(path) for path in inside if path.is_file()}
         for path in (folder, *filter(Path.is_dir, inside)):
-            _sync_folder(path)
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
         seconds = round(time.time() - started, 3)
         begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
         made = {"files": files, "started": begun, "seconds": seconds, "versions": versions()}
@@ -181,18 +184,6 @@ def hash_on_disk(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, with NumPy's numbers and arrays, so that after a crash it is the old or the new one, whole."""
-    text = json.dumps(value, indent=1, ensure_ascii=False, default=lambda other: other.tolist())
-    part = path.with_name(f".{path.name}.part")  # always the same name, so that kills leave one at most
-    with open(part, "w", encoding="utf-8", errors="backslashreplace") as file:  # JSON spells half a surrogate pair so
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    _sync_folder(path.parent)
-
-
 def link(path: Path, target: Path) -> None:
     """Make `path` a relative symbolic link to `target` in one step, so that it is never absent in between."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,11 +191,3 @@ def link(path: Path, target: Path) -> None:
     part.unlink(missing_ok=True)
     part.symlink_to(os.path.relpath(target, path.parent))
     part.replace(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

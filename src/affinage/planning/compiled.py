@@ -1,6 +1,4 @@
-"""The real training step, compiled for hardware that need not be here: it fits or not, and what the program does.
-
-Also the largest model of a width that a slice's compiler accepts.
+"""The real training step, compiled for hardware that need not be here, and the largest model that its compiler accepts.
 
 The compilers of TPUs (libtpu) and of GPUs (JAX's CUDA plug-in) run on any Linux machine. Each compilation is a process
 of its own (`python -m affinage.planning.compiled`): libtpu writes to standard error as it likes and cannot be unloaded.
@@ -14,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,14 +26,13 @@ from affinage.config.recipe import Recipe
 from affinage.errors import UserError
 from affinage.hardware.chips import Slice, find_slice
 from affinage.model import Graph
-from affinage.model.analysis import parameters
 from affinage.model.forward import batch_shapes
+from affinage.model.graph import parameters
 from affinage.parallel import make_mesh
 from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, make_plan, planned_graph, training_settings
 from affinage.registry import load_plugins
-from affinage.training.job import TrainJob, rows_per_step
-from affinage.training.trainer import Trainer
+from affinage.training.trainer import Trainer, TrainJob, rows_per_step
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _ATTENTION = re.compile(r'custom_call_target="__cudnn\$(fmha\w*)"|%(splash_\w+)\S* = [^\n]* custom-call\(')
@@ -67,7 +63,6 @@ class CompileReport:
     # names and their number in the program, those of a loop once; None if unknown
     collectives: dict[str, int] | None = None
     attention: dict[str, int] | None = None  # kernels of attention and their number, in the same way
-    seconds: float = 0.0  # the compilation took
     message: str = ""  # of the compiler, if it refused
 
 
@@ -113,9 +108,6 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
     mesh = make_mesh(sizes, _devices_of(where))
     shapes = batch_shapes(graph, rows_per_step(settings, mesh.size), seq_len)
     batch = {key: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for key, leaf in shapes.items()}
-    parallel = loaded.recipe.parallel
-    if parallel.remat == "auto":
-        parallel = make_plan(loaded.recipe, graph, where).device.parallel
     job = TrainJob(
         graph=graph,
         settings=settings,
@@ -124,16 +116,15 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
         feed=None,  # type: ignore[arg-type]
         folder=Path(),
         name=name,
-        parallel=parallel,
+        parallel=loaded.recipe.parallel,
     )
     trainer = Trainer(job, mesh, batch)
-    start = time.monotonic()
     try:
         compiled: Any = trainer.compile_training()
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "hbm" not in str(error).lower():
             raise
-        return out_of_memory(str(error), time.monotonic() - start)
+        return out_of_memory(str(error))
     memory, room = compiled.memory_analysis(), where.chip.memory_per_device
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     try:
@@ -146,7 +137,6 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Compile
         peak_bytes=peak,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        seconds=time.monotonic() - start,
         **kernels,
     )
 
@@ -161,11 +151,11 @@ def attention_in(text: str) -> dict[str, int]:
     return dict(collections.Counter(cudnn or splash for cudnn, splash in _ATTENTION.findall(text)))
 
 
-def out_of_memory(message: str, seconds: float = 0.0) -> CompileReport:
+def out_of_memory(message: str) -> CompileReport:
     """The report in the compiler's refusal."""
     needed = _NEEDED.search(message)
     amount = int(float(needed[1]) * _UNITS[needed[2]]) if needed else 0
-    return CompileReport(False, amount, seconds=seconds, message=message.splitlines()[0])
+    return CompileReport(False, amount, message=message.splitlines()[0])
 
 
 # ---- devices that are not here ----
@@ -231,20 +221,8 @@ _SHARE_OF_STATE = 0.92  # of a device's memory, where the first proposal is
 FAX = {("v4-16", 5120): (13.7e9, 0.87), ("v4-128", 10240): (86.6e9, 1.52), ("v4-512", 16384): (340.0e9, 6.21)}
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A number of layers, the model's parameters, and what the compiler reported."""
-
-    layers: int
-    parameters: int
-    report: CompileReport
-
-
 def shape(width: int, where: Slice) -> list[str]:
-    """The overrides for a model of `width`, heads of 128, and a mesh of `tensor` and, beside it, `fsdp`."""
-    if width % HEAD:
-        fix = f"Take a multiple of {HEAD}, such as {width // HEAD * HEAD + HEAD}."
-        raise UserError(f"width {width} has no whole heads of {HEAD}", where="--width", fix=fix)
+    """The overrides for a model of `width`, with heads of 128, and a mesh of `tensor` and, beside it, `fsdp`."""
     heads = width // HEAD
     tensor = math.gcd(heads, where.devices, _MOST_TENSOR)
     ffn = math.ceil(_FFN * width / _FFN_MULTIPLE) * _FFN_MULTIPLE
@@ -262,15 +240,14 @@ def capacity(
     where: Slice,
     *,
     tries: int = 6,
-    on_attempt: Callable[[Attempt], None] = lambda _: None,
-) -> tuple[list[Attempt], Attempt, list[str], Plan]:
+    on_attempt: Callable[[int, int, CompileReport], None] = lambda *_: None,
+) -> tuple[dict[int, CompileReport], int, list[str], Plan]:
     """Search the most layers, a multiple of 2, that the slice's compiler accepts; the state's bytes propose.
 
-    The recipe has one repeated node called `blocks`; `overrides` are those of `shape`, and the user's. The search ends
-    when the next larger model was refused, or after `tries` compilations. UserError: none was found that fits.
+    The recipe has one repeated node called `blocks`; `overrides` are those of `shape`, and the user's. `on_attempt` is
+    called with layers, parameters and the report. UserError: none fits of as many as `tries` models.
 
-    Returns all attempts in their order, the one with the most layers that fits, its overrides beside the recipe's, and
-    its estimate, for the time of a step.
+    Returns the reports by numbers of layers, the most layers that fit, their overrides, and their estimate.
     """
 
     def model(layers: int) -> tuple[list[str], Recipe, Graph]:
@@ -291,23 +268,21 @@ def capacity(
     two, four = state_bytes(2), state_bytes(4)
     per_layer, room = (four - two) / 2, where.chip.memory_per_device or 0
     layers = whole((_SHARE_OF_STATE * room - (2 * two - four)) / per_layer)
-    attempts: list[Attempt] = []
+    reports: dict[int, CompileReport] = {}
     low, high = 0, math.inf  # layers that fit, and that do not
-    while high - low > _STEP and len(attempts) < tries:
+    while high - low > _STEP and len(reports) < tries:
         settings, _, graph = model(layers)
-        attempts.append(Attempt(layers, parameters(graph).total, compile_on(recipe, settings, where)))
-        on_attempt(attempts[-1])
-        report = attempts[-1].report
-        low, high = (max(low, layers), high) if report.fits else (low, min(high, layers))
+        report = reports[layers] = compile_on(recipe, settings, where)
+        on_attempt(layers, parameters(graph).total, report)
+        low, high = (layers, high) if report.fits else (low, layers)
         # By the peak that the compiler reported, else in halves.
         proposed = layers + (room - report.peak_bytes) / per_layer if report.peak_bytes else (low + high) / 2
         layers = int(min(max(whole(proposed), low + _STEP), high - _STEP))
-    largest = max((each for each in attempts if each.report.fits), key=lambda each: each.layers, default=None)
-    if largest is None:
-        what = f"none of {', '.join(str(each.layers) for each in attempts)} layers fits {where.name}"
+    if not low:
+        what = f"none of {', '.join(map(str, reports))} layers fits {where.name}"
         raise UserError(what, where="--on", fix="Take a larger slice or a smaller width.")
-    settings, made, graph = model(largest.layers)
-    return attempts, largest, settings, make_plan(made, graph, where)
+    settings, made, graph = model(low)
+    return reports, low, settings, make_plan(made, graph, where)
 
 
 if __name__ == "__main__":  # with JSON of recipe, overrides and slice; the last line that it prints is the answer

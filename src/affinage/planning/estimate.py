@@ -1,42 +1,34 @@
-"""Memory and time of a training step on one device, from the operations of its trace; and `parallel.remat: auto`.
+"""Memory and time of a training step on one device, from the operations of its trace.
 
 Memory is the most that is live at once. Time is the sum over operations of the longer of multiplying and moving bytes:
 matrix products reach `Chip.achievable` of the peak and the memory reaches MEMORY_ACHIEVABLE of its bandwidth. The
 collectives that XLA runs beside a node's products take the time that these leave uncovered; the others are added.
 """
 
-import dataclasses
 import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 
-from affinage.config.training import ParallelSettings, Remat, RematSettings, TrainSettings
-from affinage.hardware.chips import Chip, Slice, chip, cpu, memory_text
-from affinage.model import Graph
+from affinage.hardware.chips import Chip, Slice, chip, cpu
 from affinage.model.forward import batch_shapes
 from affinage.model.graph import Node
 from affinage.model.layer import parameters_in
-from affinage.model.layers.embedding import Embedding, LearnedPositions
+from affinage.model.layers.dense import Embedding, LearnedPositions
 from affinage.model.layers.moe import MoeSettings
-from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import AXES, REPLICAS, STAGES
 from affinage.planning.per_device import PerDevice
 from affinage.planning.trace import Op
-from affinage.training.layerwise import LAYERWISE_REMAT
 from affinage.training.state import split_params
 from affinage.training.step import replicas_of
 
 MEMORY_ACHIEVABLE = 0.9  # measured on an H100 and an H200: copies at 3.0 of 3.35 and 4.3 of 4.8 TB/s
-HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)
-HOP_SECONDS = 1e-6  # latency of one hop between chips (the same)
+HOP_SECONDS = 1e-6  # latency of one hop between chips ("How to Scale Your Model", ch. 2)
 _LAUNCH = 3e-6  # seconds that a GPU takes to start a kernel, and that pass even if it has little to do
 _TENSOR_SUMS = 4  # of a block's activations in a step: two forward, two backward (Shoeybi et al., 2019)
 _EXCHANGES = 4  # of experts' buffers: there and back, forward and backward
@@ -58,12 +50,11 @@ class Memory:
     logits: int  # of the tokens at hand, and what is computed of them
     buffers: int  # of collectives: weights that are gathered, gradients that are not summed over the devices yet
     working: int  # other values of the layer, or of the part of the loss, at hand
-    host: int = 0  # kept by the forward pass in the host's memory, for this device
 
     @property
     def total(self) -> int:
         """At the peak of a step."""
-        return sum(size for name, size in vars(self).items() if name != "host")
+        return sum(vars(self).values())
 
 
 def step_memory(device: PerDevice) -> Memory:
@@ -79,7 +70,6 @@ def step_memory(device: PerDevice) -> Memory:
         batch=sum(leaf.size * leaf.dtype.itemsize for leaf in batch.values()),
         weight_copies=int(peak.get("weights", 0)),
         **{kind: int(peak.get(kind, 0)) for kind in kinds},
-        host=int(device.traced.offloaded / device.micro_batches),
     )
 
 
@@ -94,7 +84,7 @@ class NodeTime:
     compute: float  # of operations that multiply for longer than they move bytes
     memory: float  # of the others
     launches: float  # of a GPU's kernels that take less than to start them
-    hidden: float  # of collectives, and copies to and from the host, beside the products
+    hidden: float  # of collectives beside the products
     exposed: float  # of collectives that are waited for
     seconds: float  # of the step: of collectives those that are waited for, or longer than the products beside them
     bound: str  # what takes longest: compute, memory, launches or links
@@ -113,18 +103,10 @@ class StepTime:
     seconds: float  # from one update to the next
     bound: str  # what most of the step is bound by
 
-    @property
-    def shares(self) -> str:
-        """The parts in words, as shares of the step."""
-        return ", ".join(f"{name} {part / self.seconds:.0%}" for name, part in self.parts.items() if part)
-
 
 def step_time(device: PerDevice, *, whole: PerDevice | None = None) -> StepTime:
-    """The time of one training step.
-
-    `whole` is a step of one device whose operations are taken in place of the step's own, divided over its devices: a
-    bound that needs no trace of the step itself.
-    """
+    """The time of one training step; with the operations of a `whole` step of one device, divided over the devices, in
+    place of the step's own it is a bound that needs no trace of the step itself."""
     own, where = whole or device, device.where
     shared = math.prod(device.sizes.values()) / math.prod(own.sizes.values())
     links = links_of(where, device.sizes)
@@ -146,8 +128,6 @@ def step_time(device: PerDevice, *, whole: PerDevice | None = None) -> StepTime:
         hidden, pending = hidden + pending, 0.0
         if not computing and node.name != device.graph.loss:
             hidden, pending = 0.0, hidden
-        if node.repeat is not None:
-            hidden = max(hidden, 2 * own.traced.offloaded / shared * where.chip.devices / HOST_BANDWIDTH)
         flops = sum(op.flops * op.times for op in ops[node.name]) * share
         seconds = max(computing, hidden) + exposed
         bounds = {"compute": compute, "memory": memory, "launches": launches, "links": seconds - computing}
@@ -196,10 +176,7 @@ class Links:
     single: float  # bytes/s of one link, in one direction
 
     def all_gather(self, whole: float) -> float:
-        """Seconds until every device has the array of `whole` bytes of which each had its part.
-
-        A reduce-scatter takes as long: it is an all-gather backwards.
-        """
+        """Seconds until every device has the array of `whole` bytes of which each had its part, or for the reverse."""
         if self.size == 1:
             return 0.0
         return whole * (self.size - 1) / self.size / self.bandwidth + self.hops * HOP_SECONDS
@@ -209,10 +186,8 @@ class Links:
         return 2 * self.all_gather(whole)
 
     def all_to_all(self, whole: float) -> float:
-        """Seconds to exchange parts of an array that has `whole` bytes over all devices of the axis.
-
-        On a ring a quarter of an all-gather: parts go half the way on average, each over half the links.
-        """
+        """Seconds to exchange an array of `whole` bytes: on a ring a quarter of an all-gather, as parts go half the way
+        on average, each over half the links."""
         return self.all_gather(max(0.25, 1 / self.size) * whole)
 
 
@@ -331,71 +306,11 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     return hidden, exposed
 
 
-# ---- remat: auto ----
-
-ROOM = 0.9  # of a device's memory that the estimate may take
-# What is computed again, from nothing to most; inputs of blocks can wait in the host's memory if there is another.
-LADDER: tuple[Remat, ...] = ("none", "dots", "block", RematSettings(offload=("block_input",)), "full")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The setting that `auto` stands for, and the bytes of a device that it needs (estimated) and that there are."""
-
-    remat: Remat
-    needed: int
-    capacity: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether the estimate leaves some room."""
-        return self.needed <= ROOM * self.capacity
-
-    def __str__(self) -> str:
-        remat = self.remat
-        setting = remat if isinstance(remat, str) else remat.model_dump(mode="json", exclude_defaults=True)
-        why = "the least that fits" if self.fits else "nothing fits; this needs least"
-        return f"remat: {setting} ({why}: {memory_text(self.needed)} of {memory_text(self.capacity)}, estimated)"
-
-
-def choose_remat(device: PerDevice) -> Choice:
-    """The first setting of the ladder whose estimate stays below 90 % of a device's memory.
-
-    If the memory is not known nothing is computed again. Layers that are updated one by one leave no choice.
-    """
-    capacity, choices = device.where.chip.memory_per_device or 0, []
-    for remat in (LAYERWISE_REMAT,) if device.settings.optimizer_in_backward else LADDER:
-        if device.where.platform == "cpu" and not isinstance(remat, str):
-            continue
-        parallel = device.parallel.model_copy(update={"remat": remat})
-        needed = step_memory(dataclasses.replace(device, parallel=parallel)).total
-        choices.append(Choice(remat, needed, capacity))
-        if not capacity or choices[-1].fits:
-            return choices[-1]
-    return min(choices, key=lambda choice: choice.needed)
-
-
-def remat_for_devices(
-    graph: Graph, settings: TrainSettings, parallel: ParallelSettings, layout: MeshLayout, rows: int, context: int
-) -> Choice:
-    """The same for the devices of a mesh that are here. All hosts take what the first of them chose."""
-    devices = list(layout.mesh.devices.flat)
-    here = Slice("here", present(devices), (len(devices),), (False,), jax.process_count())
-    choice = choose_remat(PerDevice(graph, settings, dict(layout.mesh.shape), rows, context, parallel, here))
-    if jax.process_count() > 1:
-        index = int(multihost_utils.broadcast_one_to_all(np.int32(LADDER.index(choice.remat))))
-        choice = dataclasses.replace(choice, remat=LADDER[index])
-    return choice
-
-
 def present(devices: Sequence[jax.Device]) -> Chip:
-    """The chip of these devices, with the memory that they report if the table does not know it."""
+    """The chip of these devices, with the memory that they report."""
     first = devices[0]
     if first.platform == "cpu":
         here = [device for device in devices if device.process_index == first.process_index]
-        return dataclasses.replace(cpu(), usable_bytes=(cpu().usable_bytes or 0) // len(here))
-    known = chip(first.device_kind)
-    if known.memory_per_device is None or first.platform == "gpu":
-        limit = (first.memory_stats() or {}).get("bytes_limit")
-        return known if limit is None else dataclasses.replace(known, usable_bytes=limit)
-    return known
+        return replace(cpu(), usable_bytes=(cpu().usable_bytes or 0) // len(here))
+    known, limit = chip(first.device_kind), (first.memory_stats() or {}).get("bytes_limit")
+    return known if limit is None else replace(known, usable_bytes=limit)

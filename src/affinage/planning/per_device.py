@@ -11,7 +11,6 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import Array
-from typing_extensions import override
 
 from affinage.config.training import ParallelSettings, TrainSettings
 from affinage.hardware.chips import Slice
@@ -24,15 +23,13 @@ from affinage.model.layers.kernels import queries_are_split
 from affinage.parallel import MeshLayout, Pipeline
 from affinage.parallel.sharding import AXES, STAGES, TABLE, axis_sizes, table_with
 from affinage.planning.trace import Traced, Weights, padding, walk
-from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
-from affinage.training.state import ParamSplit, TrainState, abstract_state, split_params
-from affinage.training.trainer import compute_dtype, optimizer_of, step_of
+from affinage.training.state import TrainState, abstract_state, split_params
+from affinage.training.trainer import compute_dtype, optimizer_of, rows_per_step, step_of
 
 _WIDER_UNITS = ("TPU v6e", "TPU7x")  # whose matrix unit is 256 x 256; that of older TPUs is 128 x 128
 _BEFORE_HOPPER = frozenset({"A100 80GB", "A100 40GB", "L4"})
-_MOST_TRACES = 128  # that are kept: devices of many meshes run the same step
-_traces: dict[tuple[Any, ...], tuple[Jaxpr, int]] = {}
+_traces: dict[tuple[Any, ...], tuple[Jaxpr, int]] = {}  # devices of many meshes run the same step
 
 
 @dataclass(frozen=True)
@@ -85,11 +82,6 @@ class PerDevice:
     @cached_property
     def local_graph(self) -> Graph:
         """The model that one device multiplies with: its layers, heads, hidden units, ids and experts."""
-        return _parsed(self._local_text)
-
-    @cached_property
-    def _local_text(self) -> str:
-        """JSON of the local model: the settings of nodes divided along the logical axes of their parameters."""
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
             if isinstance(entry.get("vocab"), int):
@@ -109,17 +101,13 @@ class PerDevice:
                 entry["repeat"] //= self.stages
                 if self.where.platform == "gpu":
                     entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
-        return json.dumps(graph)
-
-    @cached_property
-    def split(self) -> ParamSplit:
-        """What is trained of the whole model."""
-        return split_params(self.graph, self.settings)
+        return _parsed(json.dumps(graph))
 
     @cached_property
     def state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state of the whole model; raises UserError if a size does not divide."""
-        return abstract_state(self.split, self.settings, optimizer_of(self.split, self.settings), self.layout)
+        split = split_params(self.graph, self.settings)
+        return abstract_state(split, self.settings, optimizer_of(split, self.settings), self.layout)
 
     def bytes_of(self, tree: Any) -> int:
         """Bytes on one device of a part of the state."""
@@ -149,13 +137,11 @@ class PerDevice:
         """The operations of the step of one device; all devices have equal ones."""
         # What of the parallel settings is in the shapes, or not in the program.
         elsewhere = {"sharding", "xla_flags", "pipeline_micro_batches"}
-        texts = (self._local_text, self.settings.model_dump_json(), self.parallel.model_dump_json(exclude=elsewhere))
-        rows, neighbors, parts = self.local_rows // self.stages, self.layout.parts("sequence"), self.pipeline_parts
-        shape = (rows, self.local_seq_len, neighbors, self.stages, parts)
-        key = (*texts, *shape, str(self.apply_config.compute_dtype), self.where.platform, self.apply_config.capability)
+        program = (self.local_graph, self.settings.model_dump_json(), self.parallel.model_dump_json(exclude=elsewhere))
+        shape = (self.local_rows // self.stages, self.local_seq_len, self.layout.parts("sequence"), self.stages)
+        config, parts = self.apply_config, self.pipeline_parts
+        key = (*program, *shape, parts, str(config.compute_dtype), config.platform, config.capability)
         if key not in _traces:
-            if len(_traces) == _MOST_TRACES:
-                _traces.clear()
             _traces[key] = self._trace()
         jaxpr, count = _traces[key]
         shares: dict[tuple[int, ...], float] = {}
@@ -229,7 +215,7 @@ def per_device(
     device.layout.check(graph, rows, device.micro_batches, seq_len)
     if device.stages > 1:
         device.pipeline.check(graph, rows // device.micro_batches, device.layout)
-    check_update(device.split, settings, in_stages=device.stages > 1)
+    check_update(split_params(graph, settings), settings, in_stages=device.stages > 1)
     return device
 
 
@@ -244,47 +230,36 @@ def _parsed(text: str) -> Graph:
 
 @dataclass(frozen=True)
 class _DeviceLayout(MeshLayout):
-    """The layout of one device, which has everything whole; what goes to others in a run goes over named axes.
+    """The layout of one device, which has everything whole; what goes to others in a run goes over named axes."""
 
-    `neighbors` are devices that the positions of a row lie on; the device has one of `pipeline` stages.
-    """
-
-    neighbors: int = 1
-    pipeline: int = 1
+    neighbors: int = 1  # devices that the positions of a row lie on
+    pipeline: int = 1  # stages, of which the device has one
 
     __hash__ = MeshLayout.__hash__
 
     @property
-    @override
     def stages(self) -> int:
         return self.pipeline
 
     @property
-    @override
     def own_stages(self) -> int:
         return 1
 
-    @override
     def parts(self, *axes: str) -> int:
         return self.neighbors if axes == ("sequence",) else 1
 
-    @override
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         return ("neighbor",) if axis == "sequence" and self.neighbors > 1 else ()
 
-    @override
     def whole(self, length: int, axis: str) -> int:
         return length * self.parts(axis)
 
-    @override
     def gather_rows(self, x: Array) -> Array:
         return jax.lax.all_gather(x, "stage", tiled=True) if self.pipeline > 1 else x
 
-    @override
     def own_rows(self, x: Array) -> Array:
         return _own_part(x, 0, "stage", self.pipeline) if self.pipeline > 1 else x
 
-    @override
     def resplit(self, x: Array, before: Axes, after: Axes) -> Array:
         if self.neighbors > 1 and "sequence" in before:
             return jax.lax.all_gather(x, "neighbor", axis=before.index("sequence"), tiled=True)

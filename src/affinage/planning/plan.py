@@ -1,33 +1,61 @@
-"""A plan: what a training costs on a slice, in memory, time and money, before it is rented."""
+"""A plan: what a training costs on a slice, in memory, time and money, and which claims about it cannot be true."""
 
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import jax
 
 from affinage.config.load import LoadedRecipe
-from affinage.config.recipe import Recipe
+from affinage.config.recipe import Claims, Recipe
 from affinage.config.training import DpoSettings, ParallelSettings, TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import COMPARED, Slice, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
-from affinage.model.graph import preference_graph
-from affinage.planning.claims import Contradiction, Facts, contradictions, facts_of
-from affinage.planning.estimate import Choice, Memory, StepTime, choose_remat, step_memory, step_time
+from affinage.model.graph import parameters, preference_graph
+from affinage.planning.estimate import Memory, StepTime, step_memory, step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.trace import padding
+from affinage.training.state import split_params
 
 Training = Literal["pretrain", "sft", "dpo"]
 NEARLY_FULL = 0.9
 _ANSWER = 128  # tokens of a prompt with an answer, before anybody has counted them
 _HOUR = 3600
-_REMEMBERED = "on demand as remembered in 2025; set hardware.price to yours"
+_DAY = 24 * _HOUR
+COMPUTE_OPTIMAL = 20  # tokens a parameter (Hoffmann et al., 2022)
+_CLOSE = 0.015  # relative difference that rounding explains
+_ROUGHLY = 0.1  # the same for what is computed by rules of thumb
 _WORTH_A_HINT = 0.03  # share of a step
 _SMALL_BATCH = 0.25  # share of a step that does not grow with the batch
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What follows from a recipe."""
+
+    steps: int
+    rows: int  # sequences of a step
+    context: int  # tokens of a sequence
+    tokens: int  # that the model is trained on
+    parameters: int
+    active: int  # of the parameters, what one token uses
+    tokens_per_parameter: float  # of the active ones
+    flops: int  # of the whole training, counted node by node (see `affinage.model.graph`)
+    flops_by_rule: int  # 6 N D (Kaplan et al., 2020), with the active parameters
+    data_tokens: int | None  # of the training data, None if they are not known
+    epochs: float | None  # passes over the data
+
+
+def facts_of(graph: Graph, settings: TrainSettings, rows: int, context: int, data_tokens: int | None = None) -> Facts:
+    """The figures of a training with `rows` sequences of `context` tokens in a step."""
+    steps, total, active = settings.steps, parameters(graph).total, parameters(graph).active
+    tokens, flops = steps * rows * context, split_params(graph, settings).step_flops(rows, context) * steps
+    epochs = tokens / data_tokens if data_tokens else None
+    ratio, by_rule = tokens / active, 6 * active * tokens
+    return Facts(steps, rows, context, tokens, total, active, ratio, flops, by_rule, data_tokens, epochs)
 
 
 @dataclass(frozen=True)
@@ -41,29 +69,65 @@ class Plan:
     memory: Memory  # of one device
     time: StepTime  # of one step
     facts: Facts
-    contradictions: tuple[Contradiction, ...]  # of the recipe's claims
+    contradictions: dict[str, str]  # of the recipe's claims, by their keys
     price: float | None  # US dollars per chip and hour, None if it is not known
-    price_source: str  # where it comes from
-    choice: Choice | None  # what `remat: auto` stands for here
     capacity: int  # bytes that a program may take on one device
     fits: bool  # the estimate stays below the capacity
     nearly_full: bool  # it fits by less than estimates are sometimes off
     seconds: float  # of all steps; validation, checkpoints and compilation are not in it
     tokens_per_second: float  # of all devices together
-    mfu: float | None  # share of the datasheet's bfloat16 peak, by the convention of `affinage.model.analysis`
+    mfu: float | None  # share of the datasheet's bfloat16 peak, by the convention of `affinage.model.graph`
     cost: float | None  # US dollars of the whole training
     cost_per_billion: float | None  # of 1e9 tokens, by which slices compare even if their number decides over the batch
     save_bytes: int  # of one checkpoint of the training
 
-    @cached_property
-    def warnings(self) -> list[str]:
+    @property
+    def warnings(self) -> Iterator[str]:
         """What may go wrong, or could go better, one line each."""
-        return [*_warnings(self)]
+        device, time, unit = self.device, self.time, self.device.matrix_unit
+        if not self.fits:
+            excess = memory_text(self.memory.total - self.capacity)
+            yield f"does not fit: {excess} too much; find settings that fit with --search"
+        elif self.nearly_full:
+            yield "nearly full: check with the compiler whether it fits, with --compile"
+        products = [(op.kind == "pallas_call", op.times * op.flops) for op in device.traced.ops]
+        of_kernels = sum(flops for kernel, flops in products if kernel) / max(1.0, sum(flops for _, flops in products))
+        for node in device.graph.nodes:
+            attention = getattr(node.layer, "attention", None)
+            if attention is None or self.where.platform == "cpu":
+                continue
+            head = attention.head_width(device.graph.shapes[node.inputs[0]].width)
+            used = 1 / padding(head, unit)
+            if attention.dropout > 0:
+                graph = device.graph.to_dict()
+                graph["nodes"][node.name]["attention"]["dropout"] = 0.0
+                without = dataclasses.replace(device, graph=parse(graph))
+                then, now = (
+                    f"{step_time(each).seconds:.3g} s and {memory_text(step_memory(each).total)}"
+                    for each in (without, device)
+                )
+                what = f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are kept"
+                setting = f"model.nodes.{node.name}.attention.dropout=0"
+                yield f"{what}. With `--set {setting}` a step takes {then}, now {now}"
+            elif (share := (1 - used) * of_kernels) > _WORTH_A_HINT:
+                what = f"heads of {head} use {used:.0%} of a matrix unit of {unit}"
+                yield f"{what}: with fewer, wider heads about {share:.0%} of the products' time is saved"
+        for vocab in {vocab for node in device.local_graph.nodes if (vocab := getattr(node.layer, "vocab", None))}:
+            lost = 1 - 1 / padding(vocab, unit)
+            if lost > _WORTH_A_HINT:
+                what = f"a vocabulary of {vocab:,} does not divide by {unit}, the matrix unit"
+                yield f"{what}: {lost:.0%} of the logits' products are lost"
+        growing = sum(node.compute + node.memory for node in time.nodes)
+        fixed = 1 - growing / time.seconds
+        if fixed > _SMALL_BATCH and device.stages == 1:
+            gain = 2 * time.seconds / (time.seconds + growing) - 1
+            yield f"small batch: {fixed:.0%} of a step is its fixed cost; twice the rows give {gain:.0%} more tokens/s"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         where, device = self.where, self.device
         place = {name: getattr(where, name) for name in ("name", "chips", "devices", "hosts", "shape")}
+        figures = ("contradictions", "fits", "tokens_per_second", "mfu", "seconds", "cost", "save_bytes")
         return {
             "recipe": self.recipe.name,
             "stage": self.section,
@@ -74,14 +138,12 @@ class Plan:
             "remat": device.parallel.model_dump(mode="json")["remat"],
             "context": device.seq_len,
             "facts": dataclasses.asdict(self.facts),
-            "contradictions": [dataclasses.asdict(claim) for claim in self.contradictions],
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total, "capacity": self.capacity},
             "step": dataclasses.asdict(self.time),
             "price_per_chip_hour": self.price,
             "cost_per_billion_tokens": self.cost_per_billion,
-            **{name: getattr(self, name) for name in ("fits", "tokens_per_second", "mfu", "seconds", "cost")},
-            "save_bytes": self.save_bytes,
-            "warnings": self.warnings,
+            **{name: getattr(self, name) for name in figures},
+            "warnings": [*self.warnings],
         }
 
 
@@ -123,17 +185,13 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     """
     section, settings, seq_len = training_settings(recipe)
     device = per_device(graph, settings, recipe.mesh, seq_len, where, recipe.parallel)
-    choice = choose_remat(device) if recipe.parallel.remat == "auto" else None
-    if choice is not None:
-        parallel = recipe.parallel.model_copy(update={"remat": choice.remat})
-        device = dataclasses.replace(device, parallel=parallel)
     facts = facts_of(graph, settings, device.rows, device.seq_len, data_tokens)
     # The claims are about pretraining.
-    claimed = tuple(contradictions(facts, recipe.claims)) if recipe.claims and section == "pretrain" else ()
+    claimed = dict(contradictions(facts, recipe.claims)) if recipe.claims and section == "pretrain" else {}
     # A recipe's price is that of the chips of its own slice, or, if it names none, of whatever is planned for.
-    own, price, source = _own_slice(recipe), recipe.hardware.price, "hardware.price"
+    own, price = _own_slice(recipe), recipe.hardware.price
     if price is None or (own and find_slice(own).chip.name != where.chip.name):
-        price, source = where.chip.price, _REMEMBERED
+        price = where.chip.price
     memory, time, capacity = step_memory(device), step_time(device), where.chip.memory_per_device or 0
     seconds, peak = time.seconds * facts.steps, where.chip.flops_per_device
     cost = None if price is None else price * where.chips * seconds / _HOUR
@@ -147,8 +205,6 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
         facts=facts,
         contradictions=claimed,
         price=price,
-        price_source=source,
-        choice=choice,
         capacity=capacity,
         fits=memory.total <= capacity,
         nearly_full=NEARLY_FULL * capacity < memory.total <= capacity,
@@ -172,11 +228,8 @@ def forecast(
     device_kind: str,
     devices: int,
 ) -> tuple[Memory, StepTime] | None:
-    """The estimate for a training on the devices that it runs on, or ran on; None for chips that no table knows.
-
-    A processor is one device, however many JAX is set to see in it: they share its cores. Its speed is measured now, in
-    seconds of its own: the estimate is for an idle one. `rows` are of a step, and `context` is the tokens of a row.
-    """
+    """The estimate for a training on the devices that it ran on, `rows` of `context` tokens in a step; None for chips
+    that no table knows. A processor is one device, whose speed is measured now."""
     where = slice_of(device_kind, devices)
     if where is None:
         return None
@@ -211,46 +264,75 @@ def compare(recipe: Recipe, graph: Graph) -> tuple[list[Plan], list[tuple[Slice,
     return plans, refused
 
 
-def _warnings(plan: Plan) -> Iterator[str]:
-    device, time, unit = plan.device, plan.time, plan.device.matrix_unit
-    if not plan.fits:
-        remat = "" if plan.choice else ", or `--set parallel.remat=auto` to compute activations again"
-        excess = memory_text(plan.memory.total - plan.capacity)
-        yield f"does not fit: {excess} too much; find settings that fit with --search{remat}"
-    elif plan.nearly_full:
-        yield "nearly full: check with the compiler whether it fits, with --compile"
-    products = [(op.kind == "pallas_call", op.times * op.flops) for op in device.traced.ops]
-    of_kernels = sum(flops for kernel, flops in products if kernel) / max(1.0, sum(flops for _, flops in products))
-    for node in device.graph.nodes:
-        attention = getattr(node.layer, "attention", None)
-        if attention is None or plan.where.platform == "cpu":
-            continue
-        head = attention.head_width(device.graph.shapes[node.inputs[0]].width)
-        used = 1 / padding(head, unit)
-        if attention.dropout > 0:
-            graph = device.graph.to_dict()
-            graph["nodes"][node.name]["attention"]["dropout"] = 0.0
-            without = dataclasses.replace(device, graph=parse(graph))
-            then = f"{step_time(without).seconds:.3g} s and {memory_text(step_memory(without).total)}"
-            yield (
-                f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are computed and kept. "
-                f"With `--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now "
-                f"{time.seconds:.3g} s and {memory_text(plan.memory.total)}"
-            )
-        elif (share := (1 - used) * of_kernels) > _WORTH_A_HINT:
-            yield (
-                f"heads of {head} use {used:.0%} of a matrix unit of {unit}: with fewer, wider heads about "
-                f"{share:.0%} of the products' time is saved"
-            )
-    for vocab in {vocab for node in device.local_graph.nodes if (vocab := getattr(node.layer, "vocab", None))}:
-        lost = 1 - 1 / padding(vocab, unit)
-        if lost > _WORTH_A_HINT:
-            yield (
-                f"a vocabulary of {vocab:,} does not divide by {unit}, the matrix unit: {lost:.0%} of the logits' "
-                "products are lost"
-            )
-    growing = sum(node.compute + node.memory for node in time.nodes)
-    fixed = 1 - growing / time.seconds
-    if fixed > _SMALL_BATCH and device.stages == 1:
-        gain = 2 * time.seconds / (time.seconds + growing) - 1
-        yield f"small batch: {fixed:.0%} of a step is its fixed cost; twice the rows give {gain:.0%} more tokens/s"
+# ---- claims ----
+
+
+def contradictions(facts: Facts, claims: Claims) -> Iterator[tuple[str, str]]:
+    """Every claim that the recipe, or another claim, contradicts: its key under `claims`, and the figures."""
+    where = find_slice(claims.slice) if claims.slice else None
+    tokens, size = claims.tokens or facts.tokens, claims.parameters or facts.active
+    # Sequences of a step that give the claimed tokens: equally many on every device.
+    exact, devices = tokens / facts.steps / facts.context, where.devices if where else 1
+    unit = devices if exact >= devices else 1
+    rows = max(1, round(exact / unit)) * unit
+    if not _close(facts.tokens, tokens):
+        made = f"{facts.steps:,} steps × {facts.rows:,} sequences × {facts.context:,} tokens is {_count(facts.tokens)}"
+        share = f": {rows // where.devices} on each of the {where.devices} devices of a {where.name}" if where else ""
+        would = f"{_count(facts.steps * rows * facts.context)} would be {rows:,} sequences a step{share}"
+        yield "tokens", f"{made} tokens, not {_count(tokens)}; {would}"
+    if claims.parameters is not None and not _close(facts.parameters, claims.parameters):
+        yield "parameters", f"the model has {facts.parameters:,} parameters, not {_count(claims.parameters)}"
+    flops = 6 * size * tokens
+    written = f"6 × {_count(size)} × {_count(tokens)} = {flops:.2g} FLOP"
+    if claims.flops is not None and not _close(flops, claims.flops, _ROUGHLY):
+        yield "flops", f"6·N·D = {written}, not {claims.flops:.2g}"
+    if where is not None and claims.days is not None and claims.mfu is not None and where.chip.bfloat16_flops:
+        peak = where.chip.bfloat16_flops * where.chips  # FLOP/s
+        implied = flops / (claims.days * _DAY * peak)
+        if not _close(implied, claims.mfu, _ROUGHLY):
+            needed = f"{flops / (claims.mfu * peak) / _DAY:.2f} days of a {where.name}, not {claims.days:g}"
+            trained = f"{implied * facts.tokens / tokens:.0%} for {_count(facts.tokens)} tokens"
+            other = "" if _close(facts.tokens, tokens, _ROUGHLY) else f", or of {trained}"
+            would = f"{claims.days:g} days would be an MFU of {implied:.1%}{other}"
+            yield "days", f"{written} at an MFU of {claims.mfu:.0%} take {needed}; {would}"
+    listed = sum(claims.sources.values())
+    if listed and claims.tokens is not None and not claims.epochs and not _close(listed, tokens):
+        would = f"{_count(tokens)} would be {tokens / listed:.2f} epochs over them"
+        yield "sources", f"the sources sum to {_count(listed)} tokens, not {_count(tokens)}; {would}"
+    data = listed or facts.data_tokens
+    if claims.epochs is not None and data and not _close(tokens / data, claims.epochs):
+        epochs = f"{tokens / data:.2f} epochs over {_count(data)}, not {claims.epochs:g}"
+        yield "epochs", f"{_count(tokens)} tokens are {epochs}"
+    true = "over" if tokens / size > COMPUTE_OPTIMAL else "under"
+    for claimed in set(claims.compute_optimal) - {true}:
+        what = f"{tokens / size:.0f} tokens a parameter are {true} the compute-optimal {COMPUTE_OPTIMAL}"
+        yield "compute_optimal", f"{what}, not {claimed}"
+    of_step = rows * facts.context
+    wrong = [point for point in claims.checkpoints if not _close(point.tokens / of_step, point.step, _ROUGHLY)]
+    if wrong:
+        reached, points = wrong[0].tokens, " and at ".join(f"step {point.step:,}" for point in claims.checkpoints)
+        each = f"{rows:,} × {facts.context:,} tokens a step reach them at step {reached / of_step:,.0f}"
+        yield "checkpoints", f"{_count(reached)} tokens are said to be reached at {points}; {each}"
+    sft = claims.sft
+    listed = sum(sft.sources.values())
+    if sft.examples and listed and not _close(listed, sft.examples):
+        yield "sft.sources", f"the sources sum to {_count(listed)} examples, not {_count(sft.examples)}"
+    if sft.examples and sft.batch_size and sft.steps_per_epoch:
+        steps = math.ceil(sft.examples / sft.batch_size)
+        if not _close(steps, sft.steps_per_epoch):
+            made = f"{_count(sft.examples)} examples at batch {sft.batch_size} are {steps:,} steps an epoch"
+            packed = f"; packing {steps / sft.steps_per_epoch:.1f} conversations to a row makes both true"
+            what = f"{made}, not {sft.steps_per_epoch:,}"
+            yield "sft.steps_per_epoch", what + (packed if steps > sft.steps_per_epoch else "")
+
+
+def _close(one: float, other: float, tolerance: float = _CLOSE) -> bool:
+    return abs(one - other) <= tolerance * max(abs(one), abs(other))
+
+
+def _count(number: float) -> str:
+    """629.1B, 600M: as people write such numbers."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.4g}{letter}"
+    return f"{number:,.0f}"

@@ -1,7 +1,4 @@
-"""The fastest ways to split a training over a slice, and over ever larger slices.
-
-A search goes over meshes x micro-batches x recomputation.
-"""
+"""The fastest meshes, micro-batches and recomputation of a training on a slice, and on ever larger slices."""
 
 import itertools
 import json
@@ -10,7 +7,7 @@ import re
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from affinage.config.recipe import Recipe
 from affinage.config.training import RematPreset
@@ -21,21 +18,19 @@ from affinage.parallel.sharding import AXES
 from affinage.planning.estimate import step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, training_settings
-from affinage.training.job import rows_per_step
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.state import split_params
+from affinage.training.trainer import rows_per_step
 
-REMATS: tuple[RematPreset, ...] = ("none", "dots", "block", "full")  # from what keeps most to what keeps least
+REMATS: tuple[RematPreset, ...] = ("none", "dots", "block")  # from what keeps most to what keeps least
 MOST_MICRO_BATCHES = 64
 MOST_STAGES = 16  # of a pipeline: more wait longer than other axes do
 MOST_CHIPS = 4096  # of a curve
-_CURVE_SIZES = (1, 2, 4, 8)  # of `tensor` and of `context` on a curve
 # By how much a step must be faster for twice as many micro-batches, which have costs that the estimate does not know.
 _MORE_MICRO_BATCHES = 1.01
 _BOUND = 0.98  # of the bound below: the parts of a divided step can be a little cheaper than its share of the whole
 
 Order = tuple[Any, ...]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,13 +72,11 @@ class Candidate:
 def search(
     recipe: Recipe, graph: Graph, where: Slice, count: int = 3, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[list[tuple[Candidate, Plan]], int, int]:
-    """The `count` fastest settings that fit, best first, by the estimate.
+    """The `count` fastest settings that take at most 90 % of a device's memory, best first, by the estimate.
 
     Candidates are estimated in the order of a time that they cannot stay below, until the best are known: the result is
-    the same as if all had been estimated. Twice the micro-batches must save 1 %; equals are ordered by what recomputes
-    less and has the simpler mesh. A sharding table of the recipe's is kept, and so are the rounds and micro-batches of
-    its pipeline. `progress` is called with lines about the state of the search. UserError: nothing fits, or settings go
-    with no way to split.
+    the same as if all had been estimated. Twice the micro-batches must save 1 %. A sharding table of the recipe's is
+    kept, and so are the rounds and micro-batches of its pipeline. UserError: nothing fits, or nothing divides.
 
     Returns the best, the number of candidates, and of those that were estimated in full.
     """
@@ -91,49 +84,35 @@ def search(
     whole = settings.model_copy(update={"gradient_accumulation_steps": 1})
     check_update(split_params(graph, settings), whole, in_stages=False)  # what no candidate could change
     progress(f"the ways to split {recipe.name} over {where.name}")
-    wholes: dict[str, PerDevice] = {}
-    queue = [(order(each, bound(device, wholes)), each) for each, device in candidates(recipe, graph, where)]
+    queue: list[tuple[Order, Candidate]] = []
+    wholes: dict[str, PerDevice] = {}  # steps of one device with all rows at once
+    for candidate, device in candidates(recipe, graph, where):
+        if candidate.remat not in wholes:
+            wholes[candidate.remat] = replace(device, settings=whole, sizes=dict.fromkeys(AXES, 1))
+        # No step stays below its share of the whole one's operations, with its own collectives and bubble.
+        least = _BOUND * step_time(device, whole=wholes[candidate.remat]).seconds
+        queue.append((order(candidate, least), candidate))
+    best: list[tuple[Order, Candidate, Plan]] = []
+    refused: list[Candidate] = []
     estimated = 0
-    for share in (NEARLY_FULL, 1.0):
-        refused: list[Candidate] = []
-
-        def estimate(candidate: Candidate, share: float = share, refused: list[Candidate] = refused) -> Plan | None:
-            nonlocal estimated
-            if any(candidate.keeps_all_of(other) for other in refused):
-                return None
-            plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
-            progress(f"{estimated} of {len(queue):,} ways estimated in full")
-            if plan.memory.total <= share * plan.capacity:
-                return plan
+    for bound, candidate in sorted(queue, key=lambda entry: entry[0]):
+        if len(best) >= count and best[count - 1][0] <= bound:
+            break  # none of the others can be faster
+        if any(candidate.keeps_all_of(other) for other in refused):
+            continue
+        plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
+        progress(f"{estimated} of {len(queue):,} ways estimated in full")
+        if plan.memory.total <= NEARLY_FULL * plan.capacity:
+            insort(best, (order(candidate, plan.time.seconds), candidate, plan), key=lambda entry: entry[0])
+        else:
             refused.append(candidate)
-            return None
-
-        if best := _fastest(queue, count, estimate, order):
-            return best, len(queue), estimated
-    what = f"nothing fits: none of {len(queue)} ways to split {recipe.name} over {where.name}"
+    if best:
+        return [(candidate, plan) for _, candidate, plan in best[:count]], len(queue), estimated
+    what = f"none of {len(queue)} ways to split {recipe.name} over {where.name} fits with a tenth to spare"
     if not queue:
         what = f"no mesh of {where.name} divides {recipe.name}, or its weights and moments alone fill each device"
     fix = "Take more or larger devices, or a smaller model; `affinage plan --which` compares slices."
     raise UserError(what, where="--search", fix=fix)
-
-
-def _fastest(
-    queue: list[tuple[Order, T]],
-    count: int,
-    estimate: Callable[[T], Plan | None],
-    order_of: Callable[[T, float], Order] = lambda _, seconds: (seconds,),
-) -> list[tuple[T, Plan]]:
-    """The `count` best of a queue of (an order that an item cannot stay below, the item).
-
-    `estimate` gives an item's plan, or None if it does not fit.
-    """
-    best: list[tuple[Order, T, Plan]] = []
-    for least, item in sorted(queue, key=lambda entry: entry[0]):
-        if len(best) >= count and best[count - 1][0] <= least:
-            break  # none of the others can be faster
-        if (plan := estimate(item)) is not None:
-            insort(best, (order_of(item, plan.time.seconds), item, plan), key=lambda entry: entry[0])
-    return [(item, plan) for _, item, plan in best[:count]]
 
 
 def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Candidate, PerDevice]]:
@@ -143,7 +122,14 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Can
     remats = (LAYERWISE_REMAT,) if settings.optimizer_in_backward else REMATS
     rows = rows_per_step(settings, where.devices)
     micro_batches = [n for n in range(1, min(rows, MOST_MICRO_BATCHES) + 1) if rows % n == 0]
-    for mesh, parts in itertools.product(_meshes(graph, where.devices), micro_batches):
+    divisors = [n for n in range(1, where.devices + 1) if where.devices % n == 0]
+    layers = [node.layers for node in graph.nodes if node.repeat is not None]
+    stages = [n for n in divisors if layers and n <= MOST_STAGES and not any(each % n for each in layers)]
+    choices = dict.fromkeys(AXES, divisors) | {"pipeline": stages or [1]}
+    if "experts" not in str(graph.parameters):
+        choices["expert"] = [1]
+    meshes = (sizes for sizes in itertools.product(*choices.values()) if math.prod(sizes) == where.devices)
+    for mesh, parts in itertools.product(meshes, micro_batches):
         split = Candidate(mesh, parts, "none").put_into(recipe)
         try:
             device = per_device(graph, training_settings(split)[1], split.mesh, seq_len, where, split.parallel)
@@ -153,18 +139,6 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Can
         for remat in remats if fits else ():
             parallel = split.parallel.model_copy(update={"remat": remat})
             yield Candidate(mesh, parts, remat), replace(device, parallel=parallel)
-
-
-def bound(device: PerDevice, wholes: dict[str, PerDevice]) -> float:
-    """Seconds that a step cannot stay below: its share of the whole step's operations, its own collectives and bubble.
-
-    The whole step is that of one device with all rows at once; `wholes` has one for each preset of `remat`.
-    """
-    kind = str(device.parallel.remat)
-    if kind not in wholes:
-        settings = device.settings.model_copy(update={"gradient_accumulation_steps": 1})
-        wholes[kind] = replace(device, settings=settings, sizes=dict.fromkeys(AXES, 1))
-    return _BOUND * step_time(device, whole=wholes[kind]).seconds
 
 
 def order(candidate: Candidate, seconds: float) -> Order:
@@ -178,16 +152,6 @@ def order(candidate: Candidate, seconds: float) -> Order:
     )
 
 
-def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    layers = [node.layers for node in graph.nodes if node.repeat is not None]
-    stages = [n for n in divisors if layers and n <= MOST_STAGES and not any(each % n for each in layers)]
-    choices = dict.fromkeys(AXES, divisors) | {"pipeline": stages or [1]}
-    if "experts" not in str(graph.parameters):
-        choices["expert"] = [1]
-    return (sizes for sizes in itertools.product(*choices.values()) if math.prod(sizes) == devices)
-
-
 # ---- curves ----
 
 
@@ -195,55 +159,39 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
     """The recipe on `first` and on slices of twice, four times, ... its chips, up to 4,096.
 
     Strong scaling keeps the batch, weak scaling the rows of a device. Each slice takes the fastest of the recipe's own
-    mesh and those of `fsdp` beside up to 8 devices of `tensor` and of `context` that fit; slices without one are left
-    out. With each plan comes its tokens/s a chip, relative to the smallest slice that fits. UserError: it fits none,
-    settings go with no mesh, or `first` is a processor, which has no slices.
+    mesh and those of `fsdp` beside up to 8 devices of `tensor`; slices on which none fits are left out. With each plan
+    comes its tokens/s a chip, relative to the smallest slice. UserError: nothing fits, or `first` is a processor.
     """
     if first.platform == "cpu":
         fix = "Name the first of them, such as --on v4-32 or --on h100x8."
         raise UserError("a curve goes over ever larger slices, and a processor has none", where="--curve", fix=fix)
-    name, settings, seq_len = training_settings(recipe)
-    check_update(split_params(graph, settings), settings, in_stages=False)
-    least = "none" if recipe.parallel.remat == "auto" else recipe.parallel.remat
-    parallel = recipe.parallel.model_copy(update={"remat": least})
-    meshes: list[Any] = [recipe.mesh]
-    meshes += [{"fsdp": "auto", "tensor": t, "context": c} for t, c in itertools.product(_CURVE_SIZES, repeat=2)]
-    rows = rows_per_step(settings, first.devices)
-    plans: list[Plan] = []
-    for where in _larger(first):
+    name, settings, _ = training_settings(recipe)
+    meshes: list[Any] = [recipe.mesh, *({"fsdp": "auto", "tensor": size} for size in (1, 2, 4, 8))]
+    rows, plans = rows_per_step(settings, first.devices), []
+    refused = UserError(f"{recipe.name} fits no slice from {first.name} on", where="--curve")
+    where: Slice | None = first
+    while where is not None and where.chips <= MOST_CHIPS:
         batch = rows if kind == "strong" else rows * where.devices // first.devices
         sized = settings.model_copy(update={"batch_size": batch, "per_device_batch_size": None})
-        queue: list[tuple[Order, Recipe]] = []
-        wholes: dict[str, PerDevice] = {}
-        for number, mesh in enumerate(meshes):
+        fitting = []
+        for mesh in meshes:
             try:
-                seconds = bound(per_device(graph, sized, mesh, seq_len, where, parallel), wholes)
-            except UserError:
-                continue
-            queue.append(((seconds, number), recipe.model_copy(update={name: sized, "mesh": mesh})))
-
-        def estimate(changed: Recipe, where: Slice = where) -> Plan | None:
-            plan = make_plan(changed, graph, where)
-            return plan if plan.fits else None
-
-        plans += [plan for _, plan in _fastest(queue, 1, estimate)]
+                plan = make_plan(recipe.model_copy(update={name: sized, "mesh": mesh}), graph, where)
+                fitting += [plan] if plan.fits else []
+            except UserError as error:
+                refused = error
+        plans += sorted(fitting, key=lambda plan: plan.time.seconds)[:1]
+        where = _twice(where)
     if not plans:
-        fix = f"Set more `{name}.gradient_accumulation_steps` or `parallel.remat=block`."
-        raise UserError(f"{recipe.name} fits no slice from {first.name} on", where="--curve", fix=fix)
+        raise refused
     base = plans[0].tokens_per_second / plans[0].where.chips
     return [(plan, plan.tokens_per_second / plan.where.chips / base) for plan in plans]
 
 
-def _larger(first: Slice) -> Iterator[Slice]:
-    """A slice and those of twice, four times, ... its size, while there are any: h100x8, h100x16; v4-8, v4-16."""
-    sized = re.fullmatch(r"(.+[-x])(\d+)", first.name)
-    prefix, count = (sized[1], int(sized[2])) if sized else (f"{first.name}x", 1)
-    while True:
-        try:
-            where = find_slice(f"{prefix}{count}")
-        except UserError:  # no shape of that size, or the family ends
-            return
-        if where.chips > MOST_CHIPS:
-            return
-        yield where
-        count *= 2
+def _twice(where: Slice) -> Slice | None:
+    """The slice of twice the size: v4-16 after v4-8, h100x2 after h100; None where the family ends."""
+    sized = re.fullmatch(r"(.+[-x])(\d+)", where.name)
+    try:
+        return find_slice(f"{sized[1]}{2 * int(sized[2])}" if sized else f"{where.name}x2")
+    except UserError:
+        return None

@@ -9,7 +9,7 @@ the memory of the state that went in. docs/planning.md compares the result with 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,10 +58,9 @@ class Op:
 
 @dataclass(frozen=True)
 class Traced:
-    """A program's operations in order, those of loops once with their number of turns, and bytes sent to the host."""
+    """A program's operations in order, those of loops once with their number of turns."""
 
     ops: tuple[Op, ...]
-    offloaded: float = 0.0
 
     @property
     def peak(self) -> Mapping[str, float]:
@@ -82,11 +81,6 @@ class Weights:
     matrix_unit: int = 1  # rows and columns that are multiplied at once; 1: none that a model is too narrow for
 
 
-def peak_memory(function: Callable[..., Any], *abstract: Any, platform: str) -> float:
-    """Bytes that a function of trees of `jax.ShapeDtypeStruct` holds at most beside its arguments; nothing is run."""
-    return sum(walk(jax.make_jaxpr(function)(*abstract).jaxpr, platform, Weights()).peak.values())
-
-
 def walk(jaxpr: Jaxpr, platform: str, weights: Weights) -> Traced:
     """The operations of a traced program as it would be compiled for a platform (cpu, gpu or tpu)."""
     # XLA removes what nothing reads, such as a forward pass of which a backward pass that computes it again has all.
@@ -100,7 +94,7 @@ def walk(jaxpr: Jaxpr, platform: str, weights: Weights) -> Traced:
         inputs.append(_Value(0.0, "argument", share=share, read=_bytes(variable) * (1.0 if share is None else share)))
     walker = _Walker(platform, weights, padded)
     outputs = walker.run(jaxpr, inputs)
-    return Traced((*walker.finished(), *walker.returned(jaxpr, outputs)), walker.offloaded)
+    return Traced((*walker.finished(), *walker.returned(jaxpr, outputs)))
 
 
 @dataclass(eq=False)
@@ -134,17 +128,13 @@ class _Step:
 
 
 class _Walker:
-    """The stored operations of a jaxpr, in order.
-
-    TPUs pad the rows of kernels. On GPUs and CPUs a matrix product reads factors from memory; on TPUs it computes
-    element-wise operations on its factors itself.
-    """
+    """The stored operations of a jaxpr, in order. On GPUs and CPUs a matrix product reads factors from memory; on TPUs
+    it computes element-wise operations on its factors itself."""
 
     def __init__(self, platform: str, weights: Weights, padded: Padded, scope: str = "") -> None:
         self.platform, self.weights, self.padded, self.scope = platform, weights, padded, scope
         self.steps: list[_Step] = []
         self.copies: dict[_Value, _Value] = {}  # what loops and products read in place of a value
-        self.offloaded = 0.0
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
         """Append the operations of a program; returns the values that leave it."""
@@ -180,12 +170,9 @@ class _Walker:
             if new := [result for result, value in zip(results, arguments, strict=True) if result is not value]:
                 self._append(equation, arguments, new)
             return results
-        offloads = name == "device_put" and any(map(_on_host, (*equation.invars, *equation.outvars)))
-        if offloads:
-            self.offloaded += sum(_bytes(variable, on_host=True) for variable in equation.outvars)
         if name in _PRODUCTS and not on_tpu:
             arguments = [self._in_memory(atom, value) for atom, value in zip(equation.invars, arguments, strict=True)]
-        if not (offloads or name in _STORED or _CUDNN in name):
+        if name not in _STORED and _CUDNN not in name:
             results = [self._fused(size, name, arguments) for size in sizes]
             # A value that is made from much, such as the residual stream of layers that are no loop, is stored after
             # all: every reader would read all of that again.
@@ -222,8 +209,8 @@ class _Walker:
             arguments[0].narrowed = size
         return _Value(size * share, "weights", False, _roots(arguments), share)
 
-    def _stored(self, variable: Any, size: float, share: float | None = None, kind: str = "gradients") -> _Value:
-        size *= 1.0 if share is None else share
+    def _stored(self, variable: Any, size: float, share: float | None = None) -> _Value:
+        size, kind = size * (1.0 if share is None else share), "gradients"
         if share is None:
             shape = _shape(variable)
             kind = "logits" if len(shape) > 1 and shape[-1] in self.weights.vocabularies else "activations"
@@ -259,7 +246,6 @@ class _Walker:
         ]
         inner = _Walker(self.platform, self.weights, self.padded, self.scope)
         outputs = inner.run(body, inputs)
-        self.offloaded += inner.offloaded * turns
         for value, variable in zip(inputs[sliced:], body.invars[sliced:], strict=True):
             if value.share is not None and value.share < 1:  # its other parts come from other devices
                 value.size = value.narrowed or _bytes(variable, self.padded)
@@ -276,11 +262,10 @@ class _Walker:
             if begun is not None and begun.kind == "argument" and not begun.size:  # written where the state is
                 results.append(_Value(0.0, "argument", share=begun.share, read=begun.read))
                 continue
-            copied = value.kind == "weights"
-            share = value.share if copied else self.weights.shares.get(_shape(variable))
+            share = self.weights.shares.get(_shape(variable))
             # What an inner loop has stacked for a kernel is padded in that stack alone.
             size = _bytes(variable, frozenset() if value.stacked else self.padded)
-            result = self._stored(variable, size, share, "weights" if copied else "gradients")
+            result = self._stored(variable, size, share)
             result.stacked = index >= carries
             results.append(result)
         read = [copy for copy in copies if copy is not None]
@@ -358,15 +343,9 @@ def _shape(variable: Any) -> tuple[int, ...]:
     return getattr(variable.aval, "shape", ())
 
 
-def _on_host(variable: Any) -> bool:
-    return getattr(variable.aval, "memory_space", None) == jax.memory.Space.Host
-
-
-def _bytes(variable: Any, padded: Padded = frozenset(), *, on_host: bool = False) -> float:
-    """Bytes in the device's memory, or in the host's."""
+def _bytes(variable: Any, padded: Padded = frozenset()) -> float:
     aval = variable.aval
-    typed = hasattr(aval, "dtype") and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    if not typed or _on_host(variable) != on_host:
+    if not hasattr(aval, "dtype") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return 0.0
     # Also what a kernel reads with heads and positions swapped: it is laid out for the kernel where it is made.
     of_kernel = aval.shape[-2:] in padded or (aval.shape[-3:-2] + aval.shape[-1:]) in padded
@@ -375,25 +354,18 @@ def _bytes(variable: Any, padded: Padded = frozenset(), *, on_host: bool = False
 
 
 def _read_narrower(jaxpr: Jaxpr, padded: Padded) -> dict[Any, float]:
-    """Results that are only read in fewer bytes, and so stored in them: by a conversion, which the operation that
-    makes them does itself, or by products whose other factor is narrower."""
+    """Bytes of results whose only reader converts them: the operation that makes one does that itself."""
     readers: dict[Any, list[Any]] = {}
     for equation in jaxpr.eqns:
         for atom in equation.invars:
             if not isinstance(atom, Literal):
                 readers.setdefault(atom, []).append(equation)
     returned = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    narrowed = {}
-    for variable, reading in readers.items():
-        names, whole = {equation.primitive.name for equation in reading}, _bytes(variable, padded)
-        if variable in returned:
-            continue
-        if names == {"convert_element_type"} and len(reading) == 1:
-            narrowed[variable] = min(_bytes(reading[0].outvars[0], padded), whole)
-        elif names == {"dot_general"}:
-            narrowest = min(atom.aval.dtype.itemsize for equation in reading for atom in equation.invars)
-            narrowed[variable] = whole / variable.aval.dtype.itemsize * narrowest
-    return narrowed
+    return {
+        variable: min(_bytes(reading[0].outvars[0], padded), _bytes(variable, padded))
+        for variable, reading in readers.items()
+        if len(reading) == 1 and reading[0].primitive.name == "convert_element_type" and variable not in returned
+    }
 
 
 def _flops_of_product(product: Any, unit: int) -> float:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from affinage.config.data import SourceSettings
 from affinage.data.places import unique
-from affinage.hub.card import CardFacts
+from affinage.hub.folder import CardFacts
 from affinage.report.facts import Facts, by_size
 from affinage.report.figures import TITLES
 from affinage.report.language import language_of

@@ -10,7 +10,7 @@ from typing import Any
 from affinage.config.yaml import brief
 from affinage.differing import differing
 from affinage.errors import UserError
-from affinage.evaluation.results import BITS_PER_BYTE, LOG_LIKELIHOOD, Difference, compare, read_answers
+from affinage.evaluation.results import LOG_LIKELIHOOD, Difference, compare, read_answers
 from affinage.report.facts import MODELS, Evaluation, Facts, read_evaluation
 from affinage.report.figures import TITLES, Figure, Series, line_figure, loss_axis, score_figure, smoothed, thinned
 from affinage.report.language import N_, Language, language_of
@@ -21,7 +21,6 @@ _METRICS = {  # what metrics of texts mean
     LOG_LIKELIHOOD: N_(
         "log_likelihood: of the expected text, in nats per item, higher is better; perplexity is exp(−log_likelihood)."
     ),
-    BITS_PER_BYTE: N_("bits_per_byte: of the texts, lower is better."),
 }
 
 

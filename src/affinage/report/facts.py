@@ -37,7 +37,6 @@ from affinage.results import (
 
 if TYPE_CHECKING:
     from affinage.model import Graph
-    from affinage.model.analysis import NodeCost
 
 MODELS = {"pretrain": "base", "sft": "sft", "dpo": "dpo"}  # of each training; `evaluate-<model>` evaluates it
 _SHOWN = 6  # pairs of near duplicates
@@ -70,16 +69,11 @@ class EvalPoint(Result):
         return self.scores.get(task, Metric()).value
 
 
-class _Evaluated(Result):
-    bits_per_byte: dict[str, float] = {}
-
-
 class _Line(Result):
     """What a line of metrics.jsonl has beside its numbers."""
 
     step: int | None = None
     validation: dict[str, Validated] = {}
-    evaluation: _Evaluated = _Evaluated()
 
 
 class _Stored(Result):
@@ -92,17 +86,16 @@ class _Stored(Result):
 
 @dataclass(frozen=True)
 class Training:
-    """One training. Curves are points (step, value): by metric, validation set, and language of the validation text."""
+    """One training. Curves are points (step, value): by metric and by validation set."""
 
     name: str
     result: TrainingResult
     points: list[EvalPoint]  # benchmarks during the training
     predicted: dict[str, float]
-    analysis: "list[NodeCost] | None"  # of the model
+    analysis: list[dict[str, Any]] | None  # of the model
     context: int | None  # tokens of a sequence
     curves: dict[str, list[Point]] = field(default_factory=dict)
     validation: dict[str, list[Point]] = field(default_factory=dict)
-    bits_per_byte: dict[str, list[Point]] = field(default_factory=dict)
     nonfinite_steps: list[int] = field(default_factory=list)  # whose loss was not a finite number
 
     @property
@@ -119,7 +112,7 @@ class Training:
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
     """Read the curves and benchmarks of a training, and predict it now, from the recipe of the run."""
     from affinage.model import parse
-    from affinage.model.analysis import analyze
+    from affinage.model.graph import analyze
 
     model = _Stored.model_validate(read_json(folder / "model.json") | read_json(folder / "monitor.json"))
     analysis, predicted = None, result.predicted
@@ -141,8 +134,6 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
         for dataset, validated in line.validation.items():
             if validated.loss is not None:
                 training.validation.setdefault(dataset, []).append((step, validated.loss))
-        for language, bits in line.evaluation.bits_per_byte.items():
-            training.bits_per_byte.setdefault(language, []).append((step, bits))
     return training
 
 

@@ -240,8 +240,8 @@ def loss_figure(training: Training, t: Language) -> Figure | None:
     return line_figure(t("Loss"), series, t("step"), y, t, marks=training.result.resumed_at)
 
 
-def benchmark_figures(training: Training, t: Language) -> list[Figure]:
-    """Benchmarks during a training, and bits per byte of each language, where there are at least two points."""
+def benchmark_figure(training: Training, t: Language) -> Figure | None:
+    """Benchmarks during a training, where there are at least two points."""
     scored = []
     for i, task in enumerate(dict.fromkeys(task for point in training.points for task in point.scores)):
         known = [
@@ -250,15 +250,11 @@ def benchmark_figures(training: Training, t: Language) -> list[Figure]:
         points = [(point.step, score.value or 0.0) for point, score in known]
         ringed = [any(one.task == task for one in point.worse) for point, _ in known]
         scored.append(Series(task, points, i, "points", [score.stderr or 0.0 for _, score in known], ringed))
-    bits = [Series(name, points, i, "points") for i, (name, points) in enumerate(training.bits_per_byte.items())]
-    shown = [
-        (t("Benchmarks during training"), scored, Axis(t("score ± one standard error"), ".0%")),
-        (t("Bits per byte"), bits, Axis(t("bits per byte of validation text"), "~g")),
-    ]
-    shown = [each for each in shown if any(len(one.points) > 1 for one in each[1])]
-    look: dict[str, Any] = {"height": 240, "marks": training.result.resumed_at}
-    look["wide"] = WIDE if len(shown) == 1 else HALF  # one alone stands under the loss step by step
-    return [line_figure(title, series, t("step"), y, t, **look) for title, series, y in shown]
+    if not any(len(one.points) > 1 for one in scored):
+        return None
+    y = Axis(t("score ± one standard error"), ".0%")
+    marks = training.result.resumed_at
+    return line_figure(t("Benchmarks during training"), scored, t("step"), y, t, wide=WIDE, height=240, marks=marks)
 
 
 def metric_figure(training: Training, metric: str, title: str, y: Axis, t: Language) -> Figure:
@@ -293,22 +289,3 @@ def score_figure(evaluations: Mapping[str, Evaluation], t: Language, title: str)
     drawing = row_chart(rows, axis, t("Scores per task with standard errors"), t, hollow=hollow)
     note = t("† asked in the chat template: not comparable with scores asked without it.")
     return Figure(title, drawing, legend, note if any(IN_CHAT in row.label for row in rows) else "")
-
-
-def compression_figure(evaluations: Mapping[str, Evaluation], t: Language) -> Figure:
-    """Bits per byte of every model beside general compressors, per validation set."""
-    bits: dict[str, dict[str, float]] = {}  # validation set -> who -> bits per byte
-    for who, one in evaluations.items():
-        for text, by in one.compression.items():
-            bits.setdefault(text, {})[who if len(evaluations) > 1 else t("this model")] = by["model"]
-    for one in evaluations.values():
-        for text, by in one.compression.items():
-            bits[text].update({who: value for who, value in by.items() if who != "model"})
-    names = list(dict.fromkeys(name for values in bits.values() for name in values))
-    rows = [
-        Row(text, [Interval(value, 0.0, names.index(who), f"{t.decimal(value)}  {who}") for who, value in by.items()])
-        for text, by in bits.items()
-    ]
-    title = t("Bits per byte by model and compressor")
-    drawing = row_chart(rows, Axis(t("bits per byte of held-out text")), title, t, shares=False)
-    return Figure(title, drawing, [Key(name, i, "points") for i, name in enumerate(names)])

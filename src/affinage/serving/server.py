@@ -12,9 +12,10 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self, cast
 
 import uvicorn
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,22 +27,170 @@ from starlette.staticfiles import StaticFiles
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.engine import Engine, EngineRequest, Event, Generation, token_logprobs
-from affinage.generation.model import LoadedModel
-from affinage.serving.protocol import ChatRequest, CompletionRequest, Refused, Reply
+from affinage.generation.engine import (
+    TOP_LOGPROBS,
+    Engine,
+    EngineRequest,
+    Event,
+    Generation,
+    LoadedModel,
+    token_logprobs,
+)
+from affinage.generation.sampling import SamplingParams
 
 _LOG = logging.getLogger(__name__)
 _PAGE = Path(__file__).parent / "page"
 _STEPS = 4  # tokens per dispatch: how often text is passed on and newcomers are admitted
 _MAX_CHOICES = 16  # of one request
-# Another name may have been pointed to this machine, so that a foreign page could read the answers. Starlette takes
-# what stands before the first colon, which is "[" of an IPv6 address and of no name.
-_LOOPBACK = ["localhost", "127.0.0.1", "["]
-_FAILED = Refused(500, "the server could not answer; its log has the reason")
+# Another name may have been pointed to this machine, so that a foreign page could read the answers.
+_LOOPBACK = ["localhost", "127.0.0.1"]
 _RETRY_AFTER = 2  # seconds
 _POLL = 1.0  # seconds between two checks that the client is still connected
+# Fields that clients send and that do not change the answer.
+_INERT = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "tool_choice"}
+_INERT |= {"parallel_tool_calls"}
+_DEFAULTS: tuple[Any, ...] = (None, 0, "", [], {}, {"type": "text"}, ["text"])  # by which a client requests nothing
 
 _News = asyncio.Queue[Event | None]  # None: the engine has failed
+
+
+class Refused(Exception):
+    """An error in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+_FAILED = Refused(500, "the server could not answer; its log has the reason")
+
+
+class CommonRequest(BaseModel):
+    """The fields of both endpoints. top_k, min_p and ignore_eos are vLLM's; `SamplingParams` has the ranges."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    model: str | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # -1, as 0, stands for all
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
+    ] = Field([], max_length=16)
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = Field(1, ge=1)
+    stream: bool = False
+    stream_options: dict[str, bool] = {}
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Return the body of a request. Raises Refused with the field that is wrong."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            name = str(first["loc"][0]) if first["loc"] else "the body"
+            raise Refused(400, f"{name}: {first['msg']}", param=name) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_defaults(cls, body: Any) -> Any:
+        """Leave out nulls, and fields that are unknown here but change nothing, such as `frequency_penalty: 0`."""
+        if not isinstance(body, dict):
+            return body
+        inert = {name for name, value in body.items() if name not in cls.model_fields and value in _DEFAULTS}
+        return {name: value for name, value in body.items() if name not in {*inert, *_INERT} and value is not None}
+
+    def params(self, most: int) -> SamplingParams:
+        """Return the parameters of the engine, for at most `most` tokens. Raises UserError for one out of its range."""
+        limit = most if self.max_tokens is None else min(self.max_tokens, most)
+        seed = secrets.randbits(32) if self.seed is None else self.seed % 2**32
+        same = self.model_dump(include={"temperature", "top_p", "min_p", "ignore_eos"})
+        return SamplingParams(limit, top_k=max(0, self.top_k), seed=seed, stop=tuple(self.stop), **same)
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[Literal["type", "text"], str]]  # only text is understood
+
+    def as_text(self) -> dict[str, str]:
+        """Return it with a role that models are trained with."""
+        text = self.content if isinstance(self.content, str) else "".join(part.get("text", "") for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(CommonRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=TOP_LOGPROBS)
+
+
+class CompletionRequest(CommonRequest):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each text to be continued, or its tokens."""
+        is_single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return cast("Sequence[str | list[int]]", [self.prompt] if is_single else self.prompt)
+
+
+class Reply:
+    """The form of one reply, which may have several choices. `chat`: of /v1/chat/completions."""
+
+    def __init__(self, model: str, chat: bool, spell: Callable[[int], str]) -> None:
+        self.chat, self.spell = chat, spell  # the text of a token
+        id_ = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._facts = {"id": id_, "created": int(time.time()), "model": model}
+
+    def body(self, choices: Sequence[Mapping[str, Any]], *, chunk: bool = False, **more: Any) -> dict[str, Any]:
+        """Return a whole reply, or a chunk of a streamed one."""
+        kind = "chat.completion" + ".chunk" * chunk if self.chat else "text_completion"
+        return {**self._facts, "object": kind, "choices": choices, **more}
+
+    def choice(
+        self, index: int, text: str, end: Generation | None = None, logprobs: Any = None, *, chunk: bool = False
+    ) -> dict[str, Any]:
+        """Return a choice, or new text of one as part of a chunk."""
+        content: dict[str, Any] = {"text": text}
+        if self.chat:
+            content = {"delta" if chunk else "message": {"role": "assistant", "content": text}}
+        reason = None if end is None else "length" if end.finish_reason == "length" else "stop"
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, first: Sequence[int], scored: Sequence[Any]) -> dict[str, Any]:
+        """Return `token_logprobs` in this form; of the tokens `first`, before which nothing stands, there are none."""
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = self.spell(token)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        if self.chat:
+            tops = [[entry(*alternative) for alternative in each.top] for each in scored]
+            return {"content": [entry(*each[:2]) | {"top_logprobs": top} for each, top in zip(scored, tops)]}
+        tokens = [self.spell(token) for token in (*first, *(each.token for each in scored))]
+        nothing = [None] * len(first)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [*nothing, *(each.logprob for each in scored)],
+            # Of tokens that are spelled alike the likeliest stays.
+            "top_logprobs": [*nothing, *({self.spell(t): v for t, v in reversed(each.top)} for each in scored)],
+            "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
+        }
 
 
 class EngineLoop:
@@ -51,7 +200,7 @@ class EngineLoop:
         self.engine = Engine(model, max_num_seqs=max_num_seqs, steps=_STEPS, enable_prefix_caching=True)
         self.capacity = self.engine.slots + max_queue
         self.requests: dict[EngineRequest, _News] = {}
-        self._device = asyncio.Lock()
+        self.device = asyncio.Lock()  # held by a step of the engine, or by what is computed between two
         self._task: asyncio.Task[None] | None = None
 
     def submit(self, requests: Sequence[EngineRequest]) -> _News:
@@ -66,15 +215,10 @@ class EngineLoop:
             self._task = asyncio.create_task(self._run())
         return news
 
-    async def logprobs(self, tokens: Sequence[int], count: int) -> Any:
-        """Return `token_logprobs`, computed between two steps of the engine."""
-        async with self._device:
-            return await asyncio.to_thread(token_logprobs, self.engine.model, tokens, count)
-
     async def _run(self) -> None:
         while any(not request.cancelled for request in self.requests):
             try:
-                async with self._device:
+                async with self.device:
                     events = await asyncio.to_thread(self.engine.step)
             except Exception:  # the state was donated to a program that returned none
                 _LOG.exception("the engine failed")
@@ -212,7 +356,8 @@ class Server:
                     left -= end is not None
                     if end is not None and alternatives is not None:
                         tokens, begin = [*request.prompt, *end.tokens], begins[place]
-                        scored = await self.loop.logprobs(tokens, alternatives)
+                        async with self.loop.device:
+                            scored = await asyncio.to_thread(token_logprobs, self._model, tokens, alternatives)
                         logprobs = reply.logprobs(tokens[begin:1], scored[max(begin - 1, 0) :])
                     yield place, text, end, logprobs
             finally:
@@ -231,7 +376,7 @@ class Server:
                 except Refused as refused:
                     yield _event(refused.body)
                     return
-            if body.stream_options.include_usage:
+            if body.stream_options.get("include_usage"):
                 yield _event(reply.body([], chunk=True, usage=usage()))
             yield b"data: [DONE]\n\n"
 
@@ -263,9 +408,6 @@ async def _error(request: Request, error: Exception) -> Response:
     return JSONResponse(refused.body, status_code=refused.status, headers=headers)
 
 
-# ---- from its first request to its last ----
-
-
 def run(
     model: LoadedModel,
     ready: Callable[[str, str | None], None],
@@ -282,12 +424,10 @@ def run(
     key, which is made up if there is none. `limits` are `max_num_seqs`, `max_queue` and `max_tokens` of `Server`.
     Raises UserError if it cannot listen.
     """
-    host = host.strip("[]")
-    if host not in ("localhost", "127.0.0.1", "::1"):
+    if host not in _LOOPBACK:
         key = key or secrets.token_urlsafe(24)
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((host, port), family=family)
+        listening = socket.create_server((host, port))
     except OSError as error:
         what = f"cannot listen on {host}:{port}: {error.strerror or error}"
         raise UserError(what, fix="Choose another with --port, or 0 for any that is free.") from error
@@ -298,9 +438,8 @@ def run(
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=seconds, lifespan="off"
         )
-        address, port = listening.getsockname()[:2]
-        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
-        ready(f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}", key)
+        address, port = listening.getsockname()
+        ready(f"http://{'127.0.0.1' if address == '0.0.0.0' else address}:{port}", key)
         # uvicorn ends at the first signal, does not wait for answers after a second, and then sends itself the signal.
         handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -18,13 +18,10 @@ from affinage.results import versions
 from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer
 from affinage.training.state import FROZEN, TrainState, kept_frozen
 from affinage.training.trainer import Trainer
-from affinage.training.watchdog import PreemptionGuard, Watchdog
+from affinage.training.watchdog import Watchdog
 
 _BY_CLOCK = 10  # steps: several processes must agree on what the clock says, which costs a message
 _TO_UPLOAD = 24 * 3600.0  # seconds; a copy that fails ends by itself
-_NO_MIXTURE: list[dict[str, Any]] = [{"from_step": 0, "weights": {"all": 1.0}}]
-
-
 Restored = tuple[int, TrainState, dict[str, Any]]  # steps made, the state, and the facts that were saved with it
 
 
@@ -120,13 +117,13 @@ class Checkpointer:
             self._store.wait()
             Processes.current.barrier("the last save", seconds=IO_TIMEOUT)
 
-    def finish_upload(self, preemption: PreemptionGuard, console: ConsoleWriter) -> None:
+    def finish_upload(self, console: ConsoleWriter) -> None:
         """Wait until the last save is copied, and print what became of it. The first process copies for all."""
         if self._job.uploader is None:
             return
         self._watchdog.beat("the copy of the last save", at_most=_TO_UPLOAD)
         line = "the last save is copied"
-        if self._uploader is not None and (missing := self._uploader.settle(preemption.seconds_left)):
+        if self._uploader is not None and (missing := self._uploader.settle(self._watchdog.seconds_left)):
             line = f"NOT everything was copied to {self._uploader.url}: {missing}"
         console.say(str(Processes.current.broadcast("the copy of the last save", line, seconds=None)))
 
@@ -136,25 +133,16 @@ class Checkpointer:
             warnings.warn(f"{self._job.name} resumes with another {name}: {change}", CheckpointWarning, stacklevel=2)
 
     def _extended(self, training: Path, step: int) -> Restored:
-        """The checkpoint of another training; its metrics are copied, so that the curve is complete.
+        """The checkpoint of another training, whose metrics are copied, so that the curve is complete.
 
-        Raises:
-            UserError: there is no such checkpoint, it is corrupted, or more differs than an extension may change: the
-                steps, the schedule, and the mixture from its first step on.
+        Raises UserError: there is no such checkpoint, it is corrupted, or more than steps and schedule differs.
         """
-        job = self._job
+        job, store = self._job, CheckpointStore(training / CHECKPOINTS)
         if job.settings.steps <= step:
             what, fix = f"it has made {step} of the {job.settings.steps} steps", f"Set {job.name}.steps to more."
             raise UserError(what, where=f"{job.name}.resume_from", fix=fix)
-        store, now = CheckpointStore(training / CHECKPOINTS), identity(self._trainer)
-        meta = store.metadata(step).facts
-        # Rows are drawn by counting from step 0: the mixture before this step must be what was trained on.
-        before, after = (
-            facts | {"mixture": [part for part in facts.get("mixture") or _NO_MIXTURE if part["from_step"] < step]}
-            for facts in (meta.get(IDENTITY, now), now)
-        )
-        allowed = (*self._settings.allow_changes, "steps", "schedule")
-        check_compatible({IDENTITY: before}, after, allowed, where=str(store.folder))
+        meta, allowed = store.metadata(step).facts, (*self._settings.allow_changes, "steps", "schedule")
+        check_compatible(meta, identity(self._trainer), allowed, where=str(store.folder))
         frozen = kept_frozen(training, self._trainer.abstract.frozen)
         state = TrainState(**store.restore(step, self._trainer.abstract.named()), frozen=frozen)
         if Processes.current.first and (training / METRICS).is_file() and not (job.folder / METRICS).exists():

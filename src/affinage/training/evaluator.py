@@ -1,18 +1,16 @@
 """Scores of a model while it is trained: its loss on held-out text, benchmarks, and whether they end the training."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from affinage.cluster.processes import Processes
 from affinage.results import read_json_lines
-from affinage.training.job import ValidationSet
 from affinage.training.metrics import METRICS, GoodputTimer, MetricLogger
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
-from affinage.training.watchdog import PreemptionGuard, Watchdog
+from affinage.training.watchdog import Watchdog
 
 _IN_FLIGHT = 2  # batches, so that the devices never wait for the host
 _BENCHMARKS = 3600.0  # seconds until they ask whether to stop: a compilation, or a long answer
@@ -21,11 +19,8 @@ _BENCHMARKS = 3600.0  # seconds until they ask whether to stop: a compilation, o
 class Evaluator:
     """Evaluates the state as often as the job requires. A preemption interrupts it; then it is repeated."""
 
-    def __init__(
-        self, trainer: Trainer, preemption: PreemptionGuard, watchdog: Watchdog, goodput: GoodputTimer
-    ) -> None:
-        self._job, self._trainer = trainer.job, trainer
-        self._preemption, self._watchdog, self._goodput = preemption, watchdog, goodput
+    def __init__(self, trainer: Trainer, watchdog: Watchdog, goodput: GoodputTimer) -> None:
+        self._job, self._trainer, self._watchdog, self._goodput = trainer.job, trainer, watchdog, goodput
         sets = self._job.validation
         self._step: Any = trainer.compile_validation(next(iter(next(iter(sets.values()))))) if sets else None
 
@@ -50,17 +45,12 @@ class Evaluator:
             if monitor is not None and monitor.due(step):
                 evaluation, why = monitor.look(step, state, self._stops)
             logger.restart_clock()
-            if "evaluation" in written:
-                evaluation = None
-            validates = "validation" not in written and step > 0 and (bool(why) or self._validates(step))
-            if self._preemption.reached() or not (validates or evaluation is not None):
-                return why
-            validation = self.validate(state)
-            if validation and "validation" not in written:
-                logger.write(step, validation=validation)
-            if evaluation is not None and validation is not None:
-                bits = bits_by_language(validation, self._job.validation)
-                logger.write(step, evaluation=evaluation | {"bits_per_byte": bits})
+            if evaluation is not None and "evaluation" not in written:
+                logger.write(step, evaluation=evaluation)
+            if "validation" not in written and step > 0 and (why or self._validates(step)):
+                validation = self.validate(state)
+                if validation:
+                    logger.write(step, validation=validation)
         return why
 
     def validate(self, state: TrainState) -> dict[str, dict[str, float]] | None:
@@ -75,7 +65,7 @@ class Evaluator:
             sums: list[Any] = []
             for batch in rows:
                 self._watchdog.beat("a batch of the validation")
-                if self._preemption.reached():
+                if self._watchdog.reached():
                     return None
                 sums.append(self._step(weights, self._trainer.put(batch)))
                 jax.block_until_ready(sums[: len(sums) - in_flight][-1:])
@@ -92,21 +82,10 @@ class Evaluator:
     def _stops(self) -> bool:
         """What benchmarks call between their batches, which is a sign of progress."""
         self._watchdog.beat("a batch of the benchmarks", at_most=_BENCHMARKS)
-        return self._preemption.reached()
+        return self._watchdog.reached()
 
     def _validates(self, step: int) -> bool:
         return step % self._job.settings.eval_every == 0 or step == self._job.settings.steps
-
-
-def bits_by_language(scores: Mapping[str, Mapping[str, float]], sets: Mapping[str, ValidationSet]) -> dict[str, float]:
-    """Bits per UTF-8 byte of all validation text of a language, over its sources; sets are called `source.language`."""
-    totals: dict[str, list[float]] = {}
-    for name, score in scores.items():
-        if "bits_per_byte" in score and "." in name:
-            total = totals.setdefault(name.rpartition(".")[2], [0.0, 0.0])
-            total[0] += score["bits_per_byte"] * sets[name].bytes
-            total[1] += sets[name].bytes
-    return {language: bits / size for language, (bits, size) in totals.items()}
 
 
 def _total_and_mean(sums: list[tuple[Any, Any]]) -> tuple[float, float]:

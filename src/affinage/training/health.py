@@ -1,6 +1,5 @@
 """What happens to unhealthy steps: updates that were skipped, rollbacks, and a stop with a diagnosis."""
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 
 PyTree = Any
-Say = Callable[[str], None]
 FILE = "health.jsonl"
 _ROLLBACKS = 10  # of a run, after which another one does not help
 
@@ -41,7 +39,12 @@ class HealthMonitor:
     """
 
     def __init__(
-        self, settings: HealthSettings, folder: Path | None, start: int, facts: Mapping[str, Any], say: Say = print
+        self,
+        settings: HealthSettings,
+        folder: Path | None,
+        start: int,
+        facts: Mapping[str, Any],
+        say: Callable[[str], None] = print,
     ) -> None:
         self._settings, self._say = settings, say
         self._path = None if folder is None else folder / FILE
@@ -61,11 +64,7 @@ class HealthMonitor:
         return {name: getattr(self, name) for name in ("skipped", "rollbacks", "data_offset")}
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Decide about a step whose update was skipped, or whose loss is a spike.
-
-        Raises:
-            TrainingDiverged: too many updates were skipped.
-        """
+        """Decide about a step whose update was skipped, or whose loss is a spike. May raise TrainingDiverged."""
         if self.rollback_from is not None:
             return
         # A loss that stands out is often one whose gradient overflows: that is no mere spike.
@@ -80,7 +79,7 @@ class HealthMonitor:
         self.skipped = sorted({*(s for s in self.skipped if s > step - self._settings.window), step})
         if torn or policy == "rollback":  # an update that was applied to some layers only cannot be skipped
             self.rollback_from = step
-        if why := self._why_to_stop(step):
+        if why := self._why_to_stop():
             self._write("stopped")
             raise TrainingDiverged(f"{why}, the last at step {step}, whose loss was {self._event['loss']}")
         if self.rollback_from is None:
@@ -97,15 +96,11 @@ class HealthMonitor:
         self.skipped = [step for step in self.skipped if step <= to]
         self.rollback_from = None
 
-    def _why_to_stop(self, step: int) -> str:
-        limits = self._settings
-        in_a_row = next(count for count in itertools.count() if step - count not in self.skipped)
+    def _why_to_stop(self) -> str:
         if self.rollback_from is not None and len(self.rollbacks) >= _ROLLBACKS:
             return f"the run has rolled back {_ROLLBACKS} times"
-        if in_a_row >= limits.max_consecutive_skips:
-            return f"{in_a_row} updates in a row had to be skipped"
-        if len(self.skipped) >= limits.max_skips:
-            return f"{len(self.skipped)} updates within {limits.window} steps had to be skipped"
+        if len(self.skipped) >= self._settings.max_skips:
+            return f"{len(self.skipped)} updates within {self._settings.window} steps had to be skipped"
         return ""
 
     def _write(self, action: str, **more: Any) -> None:

@@ -12,10 +12,9 @@ from affinage.parallel import make_mesh
 from affinage.training.checkpointing import Checkpointer
 from affinage.training.evaluator import Evaluator
 from affinage.training.health import HealthMonitor, TrainingDiverged, explain
-from affinage.training.job import TrainJob
 from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer, MetricLogger, Profiler, write_summary
-from affinage.training.trainer import Trainer
-from affinage.training.watchdog import PreemptionGuard, Watchdog
+from affinage.training.trainer import Trainer, TrainJob
+from affinage.training.watchdog import Watchdog
 
 _HOUR = 3600.0  # seconds that a compilation may take, and that one process may take longer than another
 
@@ -38,8 +37,7 @@ def train(job: TrainJob) -> dict[str, Any]:
     steps, processes, goodput = job.settings.steps, Processes.current, GoodputTimer(job.folder / METRICS)
     with contextlib.ExitStack() as stack:
         stack.enter_context(processes.all_at_work())
-        preemption = stack.enter_context(PreemptionGuard(job.name, grace=job.runtime.preemption_grace))
-        watchdog = stack.enter_context(Watchdog(job.name, job.folder, job.runtime, preemption))
+        watchdog = stack.enter_context(Watchdog(job.name, job.folder, job.runtime))
 
         # ---- devices and compiled functions ----
         stack.callback(job.hardware.release)
@@ -47,7 +45,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         watchdog.beat("the compilation", at_most=2 * _HOUR)
         with goodput.account("compile"):
             train_step = trainer.compile_training()
-            evaluator = Evaluator(trainer, preemption, watchdog, goodput)
+            evaluator = Evaluator(trainer, watchdog, goodput)
             processes.barrier("the end of the compilation", seconds=_HOUR)
 
         # ---- the newest checkpoint, or the first weights ----
@@ -56,21 +54,22 @@ def train(job: TrainJob) -> dict[str, Any]:
         goodput.resume(meta)
 
         # ---- who learns of steps ----
-        console = stack.enter_context(ConsoleWriter(job.name, steps, start, shown=processes.first))
+        console = ConsoleWriter(job.name, steps, start, shown=processes.first)
         for part in (job.uploader, job.monitor):
             if part is not None:
                 part.say = console.say
         logger = stack.enter_context(MetricLogger(trainer, goodput, start, console))
         own_folder = job.folder if processes.first else None
         monitor = HealthMonitor(job.settings.health, own_folder, start, meta.get("health", {}), console.say)
-        profiler = stack.enter_context(contextlib.closing(Profiler(job.runtime.profiled, job.folder)))
+        profiler = Profiler(job.runtime.profiled, job.folder)
+        stack.callback(profiler.end)
         if start:
             console.say(f"resuming from checkpoint {start:,}")
         why_ended = evaluator(start, state, logger, resumed=True)
         processes.barrier("the first step", seconds=IO_TIMEOUT)
-        preemption.steps_to_lose = True
-        if preemption.reached():
-            raise Preempted(f"{job.name} stopped by {preemption.signal_name} before a new step; nothing to save")
+        watchdog.steps_to_lose = True
+        if watchdog.reached():
+            raise Preempted(f"{job.name} stopped by {watchdog.signal_name} before a new step; nothing to save")
 
         # ---- the steps ----
         gc.collect()
@@ -87,11 +86,11 @@ def train(job: TrainJob) -> dict[str, Any]:
             data_time = time.perf_counter() - waits_since
             with profiler.step(step):
                 state, metrics = train_step(state, trainer.put(host_batch, trainer.rows))
-            profiler.dispatched(step, metrics)
+            profiler.end(step, metrics)
             unhealthy = logger.log(step, metrics, data_time)
             for hook in job.on_step:
                 hook(step, state)
-            stopping, evaluating = preemption.reached(), evaluator.due(step)
+            stopping, evaluating = watchdog.reached(), evaluator.due(step)
             saving = checkpointer.should_save(step) or stopping
             if saving or evaluating:  # every line up to here: a resumed run does not compute these steps again
                 unhealthy += logger.drain()
@@ -109,17 +108,17 @@ def train(job: TrainJob) -> dict[str, Any]:
                 continue
             if evaluating and not stopping:
                 why_ended = evaluator(step, state, logger)
-                stopping = preemption.reached()  # then it was interrupted, and is repeated from this step
+                stopping = watchdog.reached()  # then it was interrupted, and is repeated from this step
             if saving or stopping or why_ended:
                 if stopping:
-                    console.say(f"{preemption.signal_name}: saving step {step:,}; a second Ctrl-C leaves without it")
+                    console.say(f"{watchdog.signal_name}: saving step {step:,}; a second Ctrl-C leaves without it")
                 checkpointer.save(step, state, monitor.facts())
                 logger.restart_clock()
             if stopping:
                 checkpointer.wait()
-                console.say(f"{preemption.signal_name}: saved at step {step:,}; start it again to continue")
-                checkpointer.finish_upload(preemption, console)
-                raise Preempted(f"{job.name} stopped by {preemption.signal_name} at step {step}")
+                console.say(f"{watchdog.signal_name}: saved at step {step:,}; start it again to continue")
+                checkpointer.finish_upload(console)
+                raise Preempted(f"{job.name} stopped by {watchdog.signal_name} at step {step}")
 
         # ---- the end ----
         if why_ended:
@@ -128,5 +127,5 @@ def train(job: TrainJob) -> dict[str, Any]:
         ended = "monitor" if why_ended else ""
         facts = {"health": monitor.facts(), "resumed_at": checkpointer.resumed_at, "ended": ended}
         summary = write_summary(trainer, goodput, step, **facts)
-        checkpointer.finish_upload(preemption, console)
+        checkpointer.finish_upload(console)
     return summary

@@ -13,14 +13,13 @@ from typing import Any, TextIO
 
 import jax
 import rich
-from rich.progress import BarColumn, Progress
 
 from affinage.cluster.processes import Processes
 from affinage.data.json_files import write_atomically
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import peak_bytes
-from affinage.model.analysis import parameters
+from affinage.model.graph import parameters
 from affinage.model.layer import parameters_in
 from affinage.results import read_json_lines, versions
 from affinage.secrets import masked
@@ -31,9 +30,8 @@ METRICS = "metrics.jsonl"
 _IN_FLIGHT = 2  # steps, so that the devices never wait for the host
 _IN_FLIGHT_AT_MOST = 16  # of short steps ...
 _SECONDS_IN_FLIGHT = 0.1  # ... that take no longer than this together: waking up for each costs a tenth of 5 ms
-# Without a terminal a line comes after this many seconds, or this share of the steps; metrics.jsonl has all of them.
-_SECONDS_BETWEEN_LINES = 10.0
-_SHARE_BETWEEN_LINES = 0.2
+_SECONDS_BETWEEN_LINES = 10.0  # on the console, or ...
+_SHARE_BETWEEN_LINES = 0.2  # ... of all steps
 
 Unhealthy = list[tuple[int, dict[str, float]]]  # (step, metrics) of those that skipped an update or are a spike
 
@@ -178,8 +176,7 @@ ACCOUNTS = ("compute", "compile", "data", "validation", "save", "restore", "lost
 class GoodputTimer:
     """Seconds by account, over all starts of a run. The clock never stops: at any moment one account is running.
 
-    Args:
-        written: a file that the training writes to; its time of change says when the start before this one ended.
+    The time of change of `written`, a file that the training writes to, says when the start before this one ended.
     """
 
     def __init__(self, written: Path | None = None) -> None:
@@ -237,26 +234,20 @@ class GoodputTimer:
         self._running, self._since = account, now
 
 
-class ConsoleWriter(Progress):
-    """What a person sees while a run trains: a live bar on a terminal, a line now and then elsewhere."""
+class ConsoleWriter:
+    """What a person sees while a run trains: a line now and then; metrics.jsonl has all of them."""
 
     def __init__(self, name: str, steps: int, start: int, *, shown: bool = True) -> None:
-        console = rich.get_console()
-        columns = ("[bold]{task.description}", BarColumn(10), "{task.completed:,}/{task.total:,}  {task.fields[line]}")
-        super().__init__(*columns, console=console, disable=not (shown and console.is_terminal))
         self._name, self._steps, self._shown = name, steps, shown
         self._last_line, self._last_step = -_SECONDS_BETWEEN_LINES, start
-        self._task = self.add_task(name, total=steps, completed=start, line="")
 
     def training(self, row: Mapping[str, Any]) -> None:
-        """Show a training line."""
-        now, step, line = time.monotonic(), row["step"], step_line(row, self._steps)
+        """Show a training line, if the last one was long ago."""
+        now, step = time.monotonic(), row["step"]
         is_late = now - self._last_line >= _SECONDS_BETWEEN_LINES
-        if self.console.is_terminal:
-            self.update(self._task, completed=step, line=line)
-        elif is_late or step == self._steps or step - self._last_step >= _SHARE_BETWEEN_LINES * self._steps:
+        if is_late or step == self._steps or step - self._last_step >= _SHARE_BETWEEN_LINES * self._steps:
             self._last_line, self._last_step = now, step
-            self.say(f"step {step:,}/{self._steps:,}  {line}")
+            self.say(f"step {step:,}/{self._steps:,}  {step_line(row, self._steps)}")
 
     def validation(self, step: int, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Show a validation line."""
@@ -267,9 +258,9 @@ class ConsoleWriter(Progress):
         self.say(f"step {step:,}/{self._steps:,}  validation: {', '.join(parts)}")
 
     def say(self, message: str) -> None:
-        """Show a message above the bar."""
+        """Show a message."""
         if self._shown:
-            self.console.print(f"{self._name}: {message}", highlight=False, markup=False, soft_wrap=True)
+            rich.get_console().print(f"{self._name}: {message}", highlight=False, markup=False, soft_wrap=True)
 
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:
@@ -339,23 +330,16 @@ class Profiler:
 
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
         """Enter this while a step is dispatched."""
-        if not self._first <= step <= self._last:
-            return contextlib.nullcontext()
-        if not self._running:
+        if self._first <= step <= self._last and not self._running:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # every call of Python would be an event
             jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
             self._running = True
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
-    def dispatched(self, step: int, values: Any) -> None:
-        """Close the trace after its last step; `values` are ready when the devices are done with the step."""
+    def end(self, step: float = math.inf, values: Any = ()) -> None:
+        """Close the trace after its last step; `values` are ready when the devices are done with this step."""
         if self._running and step >= self._last:
             jax.block_until_ready(values)
-            self.close()
-
-    def close(self) -> None:
-        """Close the trace, if there is one."""
-        if self._running:
-            self._running = False
             jax.profiler.stop_trace()
+            self._running = False

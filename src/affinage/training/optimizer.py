@@ -9,7 +9,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 from pydantic import Field
-from typing_extensions import override
 
 from affinage.config.settings import Settings
 from affinage.config.training import OptimizerSettings, ScheduleSettings, TrainSettings
@@ -35,7 +34,6 @@ optimizer = OPTIMIZERS.register  # decorator of an Optimizer, with the name that
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
-    @override
     def direction(self, settings: OptimizerSettings) -> optax.GradientTransformation:
         return optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
 
@@ -44,14 +42,8 @@ def make_optimizer(settings: OptimizerSettings, decayed: PyTree) -> optax.Gradie
     """Clipped gradient of the mean loss -> direction; the weights then move by minus the learning rate times it.
 
     The learning rate stays outside, because it follows the step of the run and not the number of updates that were
-    applied. Moments and decay are computed in float32, whatever dtype weights and moments are stored in.
-
-    Args:
-        settings: the optimizer and what all optimizers share.
-        decayed: a tree like the parameters, True where weight decay applies; see `affinage.model.decayed`.
-
-    Raises:
-        UserError: an unknown optimizer, or an unknown setting of it.
+    applied. Moments and decay are computed in float32, whatever dtype weights and moments are stored in. `decayed` is a
+    tree like the parameters, True where weight decay applies. UserError: there is no such optimizer or setting of it.
     """
     chosen = build(OPTIMIZERS, settings.name, settings.settings)
     return optax.chain(
@@ -135,7 +127,6 @@ schedule = SCHEDULES.register  # decorator of a Shape, with the name that recipe
 class Constant(Shape):
     """The peak for good."""
 
-    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         return optax.constant_schedule(settings.peak_lr)
 
@@ -144,7 +135,6 @@ class Constant(Shape):
 class Cosine(Shape):
     """A cosine down to the floor (SGDR without restarts, Loshchilov and Hutter, 2017)."""
 
-    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         return optax.cosine_decay_schedule(settings.peak_lr, steps, alpha=settings.min_lr / settings.peak_lr)
 
@@ -153,7 +143,6 @@ class Cosine(Shape):
 class Linear(Shape):
     """A straight line down to the floor."""
 
-    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         return optax.linear_schedule(settings.peak_lr, settings.min_lr, steps)
 
@@ -168,7 +157,6 @@ class WarmupStableDecay(Shape):
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
     """Of the steps after the warm-up."""
 
-    @override
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         decay = max(round(steps * self.decay_ratio), 1)
 
@@ -182,10 +170,7 @@ def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
     """The learning rate of the update that is number `step`, counted from 0.
 
     Linear from peak / w at step 0 up to the peak at step w - 1 of a warm-up of w steps, then the schedule
-    `settings.name`.
-
-    Raises:
-        UserError: an unknown schedule, or an unknown setting of it.
+    `settings.name`. Raises UserError for an unknown schedule or setting of it.
     """
     warmup_steps = settings.warmup(steps)
     shape = build(SCHEDULES, settings.name, settings.settings)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import TrainSettings, TuningSettings
 from affinage.model import Adapters, Declared, Graph, Node, abstract_params, logical_axes
-from affinage.model.analysis import analyze
+from affinage.model.graph import analyze
 from affinage.model.layer import BATCH, SEQUENCE, parameters_in
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import replicated
@@ -109,8 +109,8 @@ class ParamSplit:
         return params if self.adapters is None else self.adapters.merged(frozen, params)
 
     def step_flops(self, rows: int, context: int) -> int:
-        """Floating point operations of one training step, by the convention of `affinage.model.analysis`."""
-        total = sum(cost.training_flops for cost in analyze(self.graph, rows, context))
+        """Floating point operations of one training step, by the convention of `affinage.model.graph`."""
+        total = sum(node["training_flops"] for node in analyze(self.graph, rows, context))
         return total + sum(self.adapted_flops(node, rows, context) for node in self.graph.nodes)
 
     def adapted_flops(self, node: Node, rows: int, context: int) -> int:
@@ -138,17 +138,11 @@ def kept_frozen(training: Path, abstract: PyTree) -> PyTree:
 
 
 def abstract_state(
-    split: ParamSplit,
-    settings: TrainSettings,
-    optimizer: optax.GradientTransformation,
-    layout: MeshLayout,
-    *,
-    with_window: bool = False,
+    split: ParamSplit, settings: TrainSettings, optimizer: optax.GradientTransformation, layout: MeshLayout
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    The optimizer's arrays and the average are split like the parameter they belong to. `with_window`: with the losses
-    that a spike stands out from.
+    The optimizer's arrays and the average are split like the parameter they belong to.
     """
     dtype, whole = jnp.dtype(settings.precision.params), replicated(layout.mesh)
 
@@ -166,7 +160,7 @@ def abstract_state(
         params,
         others=lambda leaf: on(whole, leaf),
     )
-    empty = jax.eval_shape(lambda: LossWindow.empty(settings.health.spike_window)) if with_window else None
+    empty = jax.eval_shape(lambda: LossWindow.empty(settings.health.spike_window))
     return TrainState(
         on(whole, jax.ShapeDtypeStruct((), jnp.int32)),
         params,
@@ -175,17 +169,3 @@ def abstract_state(
         jax.tree.map(lambda leaf: on(whole, leaf), empty),
         None if split.adapters is None else placed(split.graph),
     )
-
-
-def begin(
-    abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation, frozen: PyTree = None
-) -> TrainState:
-    """The state before the first step, with the given weights."""
-
-    def others(params: PyTree) -> TrainState:
-        ema = None if abstract.ema_params is None else jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
-        window = None if abstract.window is None else LossWindow.empty(abstract.window.losses.size)
-        return TrainState(jnp.zeros((), jnp.int32), None, optimizer.init(params), ema, window)
-
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(params=None, frozen=None))
-    return jax.jit(others, out_shardings=shardings)(params)._replace(params=params, frozen=frozen)

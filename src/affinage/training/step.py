@@ -22,7 +22,6 @@ Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, cou
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tuple[TrainState, Metrics]]
-EvalWeights = tuple[PyTree, PyTree, PyTree]  # params, ema_params, frozen
 
 _SPIKE_DEVIATIONS = 6.0  # robust standard deviations above the median
 
@@ -187,11 +186,11 @@ def detect_spike(
     return window.with_loss(loss), finite if health.on_spike == "log" else finite & ~spike, metrics
 
 
-def make_validation_step(split: ParamSplit, *, config: ApplyConfig) -> Callable[[EvalWeights, Batch], dict[str, Any]]:
-    """Build `(weights, batch) -> {sum, count, metrics}`: nats summed over the counted tokens of a batch, their number,
-    and the sums and counts of what the graph itself reports."""
+def make_validation_step(split: ParamSplit, *, config: ApplyConfig) -> Callable[[PyTree, Batch], dict[str, Any]]:
+    """Build `((params, ema_params, frozen), batch) -> {sum, count, metrics}`: nats summed over the counted tokens of a
+    batch, their number, and the sums and counts of what the graph itself reports."""
 
-    def step(weights: EvalWeights, batch: Batch) -> dict[str, Any]:
+    def step(weights: PyTree, batch: Batch) -> dict[str, Any]:
         params, ema_params, frozen = weights
         without_key = dataclasses.replace(config, key=None, ema_params=ema_params)
         outputs = apply(split.graph, split.full_params(params, frozen), batch, without_key)

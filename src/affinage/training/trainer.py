@@ -1,29 +1,116 @@
-"""A job on a mesh: the shardings of its state and batches, and its compiled steps."""
+"""The job of a training, its replaceable parts, and the job on a mesh: shardings and compiled steps."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from affinage.config.training import PrecisionSettings, TrainSettings
+from affinage.checkpoint import CheckpointStore
+from affinage.checkpoint.remote import Uploader
+from affinage.config.recipe import RuntimeSettings
+from affinage.config.training import ParallelSettings, PrecisionSettings, TrainSettings
 from affinage.hardware.chips import Chip, chip
-from affinage.model import ApplyConfig, Declared, apply, decayed, init_params
+from affinage.hardware.devices import Hardware
+from affinage.model import ApplyConfig, Declared, Graph, apply, decayed, init_params
 from affinage.model.apply_config import capability_of, with_remat
 from affinage.model.layer import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, strategy_for, table_with
-from affinage.training.job import HostBatch, TrainJob, rows_per_step
+from affinage.tracking import TrackedRun, Tracker
 from affinage.training.layerwise import make_layerwise_optimizer, make_layerwise_step
 from affinage.training.optimizer import make_optimizer
-from affinage.training.state import ParamSplit, Purpose, TrainState, abstract_state, begin, random_key, split_params
+from affinage.training.state import (
+    LossWindow,
+    ParamSplit,
+    Purpose,
+    TrainState,
+    abstract_state,
+    random_key,
+    split_params,
+)
 from affinage.training.step import Step, make_train_step, make_validation_step
 
 PyTree = Any
+HostBatch = Mapping[str, np.ndarray]
+Hook = Callable[[int, TrainState], None]  # steps made, state; called after every step, must not keep the state
 DeviceBatch = Mapping[str, Any]  # of jax.Array, or of numpy's where a CPU takes these
+
+
+class Feed(Protocol):
+    """Training batches as a pure function of the step: there is nothing to save and nothing to lose.
+
+    A feed may also have `iterate_part(number, part, parts)`, which yields of every batch only the rows from
+    part / parts to (part + 1) / parts: then each of several processes reads its own rows alone.
+    """
+
+    def iterate(self, number: int) -> Iterator[HostBatch]:
+        """The batches `number`, `number` + 1, ..., without end; batch 0 is that of the first step.
+
+        Keys and shapes are the same every time: `tokens` [B, S] and whatever else the graph's loss reads.
+        """
+
+
+class ValidationSet(Protocol):
+    """Rows in a fixed order, that are never trained on, in batches of one size."""
+
+    @property
+    def bytes(self) -> int:
+        """Length of the text of these rows in UTF-8, for bits per byte."""
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        """All rows once; the last batch is filled up with rows whose `loss_mask` is 0."""
+
+
+class Monitor(Protocol):
+    """Scores a model while it is trained, whose state it must not keep, and decides whether the training goes on."""
+
+    say: Callable[[str], None]  # shows people a line; the training sets it
+
+    def due(self, step: int) -> bool:
+        """Whether it looks at the state after this step."""
+
+    def look(self, step: int, state: TrainState, stop: Callable[[], bool]) -> tuple[dict[str, Any] | None, str]:
+        """JSON-able scores of the state, None without any; and why the training should end here, "" if it should not.
+
+        `stop` is called now and then; once it is true the look is given up, with (None, ""), and made again later.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """One training run. Started again with the same job, it resumes from its newest checkpoint."""
+
+    graph: Graph  # the model, with its loss
+    settings: TrainSettings  # optimizer, schedule, batch, precision
+    mesh: Mapping[str, int | str]  # devices along each axis; see `affinage.parallel.make_mesh`
+    seed: int  # of the initial weights and of dropout
+    feed: Feed  # training batches of the global batch size
+    folder: Path  # gets checkpoints/, metrics.jsonl and, last, summary.json
+    validation: Mapping[str, ValidationSet] = field(default_factory=dict)  # by the name that metrics use
+    # From the abstract parameters with shardings to the weights to begin with; None: random ones.
+    initial_params: Callable[[PyTree], PyTree] | None = None
+    name: str = "train"  # of the run in messages, e.g. pretrain
+    data: Mapping[str, Any] = field(default_factory=dict)  # JSON-able facts that identify the feed's batches
+    code: Mapping[str, str] = field(default_factory=dict)  # hashes of plug-ins that decide about the numbers
+    on_step: tuple[Hook, ...] = ()  # called in turn after every step
+    measured: Callable[[Mapping[str, Any]], None] = lambda _: None  # gets every line of metrics.jsonl
+    monitor: Monitor | None = None  # scores the state on the way, and may end the training
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)  # how a step is split over the mesh
+    runtime: RuntimeSettings = field(default_factory=RuntimeSettings)  # none of it changes the result
+    trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)  # see `affinage.tracking`
+    tracked: TrackedRun = field(default_factory=lambda: TrackedRun("train"))  # what trackers know of this training
+    # Folder, which is only read, and step of another training: this one begins as if it had made the steps up to there.
+    extends: tuple[Path, int] | None = None
+    uploader: Uploader | None = None  # copies elsewhere what the first process saves; goes with a `store` that calls it
+    store: CheckpointStore | None = None  # of the checkpoints; None: one in the folder
+    hardware: Hardware = field(default_factory=Hardware)  # provides the devices, and is released at the end
+    strategy: Strategy | None = None  # how the step is compiled; None: as the mesh requires
 
 
 class Trainer:
@@ -41,7 +128,7 @@ class Trainer:
         self.optimizer = optimizer_of(self.split, settings)
         self.rows = sizes[BATCH]
         self.tokens = math.prod(sizes.values())  # of a batch, those that do not count included
-        # FLOPs of a step by the convention of `affinage.model.analysis`, and a second of the mesh by the datasheet.
+        # FLOPs of a step by the convention of `affinage.model.graph`, and a second of the mesh by the datasheet.
         self.flops_per_step = self.split.step_flops(self.rows, sizes.get(SEQUENCE, 1))
         self.peak_flops = None if self.chip.flops_per_device is None else self.chip.flops_per_device * mesh.size
         if self.rows != (expected := rows_per_step(settings, mesh.size)):
@@ -50,22 +137,32 @@ class Trainer:
         self.layout.check(job.graph, self.rows, micro_batches, sizes.get(SEQUENCE, 0))
         self.strategy.check(job.graph, self.rows // micro_batches, self.layout)
         # Shapes, dtypes and shardings of the state.
-        self.abstract = abstract_state(self.split, settings, self.optimizer, self.layout, with_window=True)
+        self.abstract = abstract_state(self.split, settings, self.optimizer, self.layout)
 
     def begin(self) -> TrainState:
         """The state before the first step."""
+        job, abstract = self.job, self.abstract
 
-        def draw(declared: Declared, abstract: PyTree) -> PyTree:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-            dtype = jnp.dtype(self.job.settings.precision.params)
-            drawn = jax.jit(lambda key: init_params(declared, key, dtype), out_shardings=shardings)
-            return drawn(random_key(self.job.seed, Purpose.INITIAL_WEIGHTS))
+        def draw(declared: Declared, like: PyTree) -> PyTree:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+            drawn = jax.jit(
+                lambda key: init_params(declared, key, jnp.dtype(job.settings.precision.params)),
+                out_shardings=shardings,
+            )
+            return drawn(random_key(job.seed, Purpose.INITIAL_WEIGHTS))
 
-        initial = self.job.initial_params or (lambda abstract: draw(self.job.graph, abstract))
-        if self.split.adapters is None:
-            return begin(self.abstract, initial(self.abstract.params), self.optimizer)
-        params, frozen = draw(self.split.adapters, self.abstract.params), initial(self.abstract.frozen)
-        return begin(self.abstract, params, self.optimizer, frozen)
+        def others(params: PyTree) -> TrainState:
+            ema = None if abstract.ema_params is None else jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
+            window = LossWindow.empty(job.settings.health.spike_window)
+            return TrainState(jnp.zeros((), jnp.int32), None, self.optimizer.init(params), ema, window)
+
+        weights = abstract.params if self.split.adapters is None else abstract.frozen
+        params = job.initial_params(weights) if job.initial_params is not None else draw(job.graph, weights)
+        frozen = None
+        if self.split.adapters is not None:
+            params, frozen = draw(self.split.adapters, abstract.params), params
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(params=None, frozen=None))
+        return jax.jit(others, out_shardings=shardings)(params)._replace(params=params, frozen=frozen)
 
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
@@ -80,7 +177,7 @@ class Trainer:
 
     def compile_value(self, node: str, batch: HostBatch) -> Callable[[PyTree, PyTree], jax.Array]:
         """A compiled function from parameters and a batch to the value of a node, whole on every device."""
-        config = dataclasses.replace(self.adapted_config, key=None, until=node)
+        config = replace(self.adapted_config, key=None, until=node)
 
         def value(params: PyTree, batch: PyTree) -> Any:
             return apply(self.job.graph, params, batch, config).values[node]
@@ -157,3 +254,11 @@ def compute_dtype(settings: PrecisionSettings, chip: Chip) -> jnp.dtype:
     if settings.compute == "auto":
         return jnp.dtype(jnp.bfloat16 if chip.bfloat16_flops else jnp.float32)
     return jnp.dtype(settings.compute)
+
+
+def rows_per_step(settings: TrainSettings, devices: int) -> int:
+    """Rows of the global batch; what a feed for `train` must yield."""
+    if settings.batch_size is not None:
+        return settings.batch_size
+    assert settings.per_device_batch_size is not None  # the settings' own validation
+    return settings.per_device_batch_size * devices

@@ -26,27 +26,57 @@ _NO_STREAM = OSError, ValueError, AttributeError  # there is no standard error, 
 _points = itertools.count(1)  # moments at which a training could stop; the same in all processes
 
 
-class PreemptionGuard:
-    """While entered, SIGTERM, SIGHUP and SIGINT set `signal_name`: the loop saves between two steps and ends.
+class Watchdog:
+    """While entered, heeds signals to stop, and has a thread beside the loop that expects `beat` before a limit.
 
-    Inside of `affinage.stopping.StopSignals` the process is left with status 75
+    SIGTERM, SIGHUP and SIGINT set `signal_name`: the loop saves between two steps and ends. Inside of
+    `affinage.stopping.StopSignals` the process is left with status 75, at once while there is nothing to save, or
+    `preemption_grace` seconds after SIGTERM or SIGHUP; and with 130 by a second SIGINT. In other processes, such as a
+    notebook, a second SIGINT raises KeyboardInterrupt.
 
-    - at once, as long as there is nothing to save: in the start, the compilation, the restore;
-    - `grace` seconds after SIGTERM or SIGHUP if the save has not ended by then, with all stacks on standard error;
-
-    and with status 130 by a second SIGINT; after the first one the save has no limit. In other processes, such as a
-    notebook, a second SIGINT raises KeyboardInterrupt. With several processes one signal to one of them is enough: JAX
-    has all of them stop between the same two steps.
+    What takes longer than `hang_timeout`, and longer than its own limit, is reported once, with the stacks of all
+    threads in hang.txt in the training's folder (hang-1.txt in process 1). Then the process is left with status 75 if
+    `affinage launch`, or whoever starts several processes, starts it again. If native code or the disk keeps this
+    thread from running, `faulthandler` writes the stacks to standard error and leaves with status 1.
     """
 
-    def __init__(self, name: str, *, grace: float) -> None:
+    def __init__(self, name: str, folder: Path, settings: RuntimeSettings) -> None:
         self.signal_name = ""
         self.steps_to_lose = False  # whether there are steps that no checkpoint has
-        self._name, self._grace, self._reached = name, grace, False
-        self._since: float | None = None
-        self._pressed = float("inf")  # when the watchdog saw the first signal
+        self._name, self._grace, self._timeout = name, settings.preemption_grace, settings.hang_timeout
+        self._reached, self._signalled = False, 0.0
+        self._pressed = float("inf")  # when the thread saw the first signal
         self._wakeup: socket.socket | None = None  # gets the number of every signal, also during native code
         self._cleanup = contextlib.ExitStack()
+        index = Processes.current.index
+        self._file = folder / ("hang.txt" if index == 0 else f"hang-{index}.txt")
+        self._restarted = Processes.current.count > 1 or PARENT in os.environ or COORDINATOR in os.environ
+        self._slowest = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.beat("the start")
+
+    def __enter__(self) -> "Watchdog":
+        self._cleanup.enter_context(handled_by(self._in_main_thread))
+        if StopSignals.current is not None and threading.current_thread() is threading.main_thread():
+            self._wakeup, writer = map(self._cleanup.enter_context, socket.socketpair())
+            self._wakeup.setblocking(False)
+            writer.setblocking(False)
+            before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            self._cleanup.callback(signal.set_wakeup_fd, before)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(2 * _EVERY)
+        self._cleanup.close()
+        if StopSignals.current is not None:
+            faulthandler.cancel_dump_traceback_later()
+            if kind is None and self.signal_name:  # the training is done, and what would follow it is not
+                StopSignals.current.note(self.signal_name)
+
+    # ---- for the loop ----
 
     def reached(self) -> bool:
         """Whether to stop here. All processes call it at the same moments of the training, and get the same answer."""
@@ -56,82 +86,14 @@ class PreemptionGuard:
 
         if multihost_utils.reached_preemption_sync_point(next(_points)):
             self._reached = True
-            self._first(signal.SIGTERM, "a signal to another process")
+            self._first("a signal to another process")
         return self._reached
 
     def seconds_left(self) -> float | None:
         """Return the seconds until what is not saved or copied should be given up; None: there is no limit."""
-        if self._since is None or StopSignals.current is None or self.signal_name == signal.SIGINT.name:
+        if self.signal_name in ("", "SIGINT") or StopSignals.current is None:
             return None
-        return self._since + self._grace - _TO_LEAVE - time.monotonic()
-
-    def look(self) -> None:
-        """Leave the process where a signal requires it; the watchdog's thread calls this every second.
-
-        A signal handler alone could not: Python runs it in the main thread between two bytecodes, which a compilation
-        keeps it from for minutes.
-        """
-        numbers = b""
-        if self._wakeup is not None:
-            with contextlib.suppress(OSError):  # there was none
-                numbers = self._wakeup.recv(16)
-        for number in (number for number in SIGNALS if number in numbers):
-            if not self.steps_to_lose:
-                leave(f"{self._name} received {number.name} before a new step; there is nothing to save")
-            if number == signal.SIGINT and time.monotonic() - self._pressed > ONE_PRESS:
-                leave(f"{self._name} received a second {number.name}; the last checkpoint stays", EXIT_INTERRUPTED)
-            self._pressed = min(self._pressed, time.monotonic())
-            self._first(number)
-        left = self.seconds_left()
-        if left is not None and left < -_TO_LEAVE:
-            with contextlib.suppress(*_NO_STREAM):
-                faulthandler.dump_traceback(sys.stderr.fileno())
-            leave(f"{self._name} was not saved within {self._grace:.0f} s; the last checkpoint stays")
-
-    def __enter__(self) -> "PreemptionGuard":
-        self._cleanup.enter_context(handled_by(self._in_main_thread))
-        if StopSignals.current is not None and threading.current_thread() is threading.main_thread():
-            self._wakeup, writer = map(self._cleanup.enter_context, socket.socketpair())
-            self._wakeup.setblocking(False)
-            writer.setblocking(False)
-            before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-            self._cleanup.callback(signal.set_wakeup_fd, before)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._cleanup.close()
-        if kind is None and self.signal_name and StopSignals.current is not None:
-            StopSignals.current.note(self.signal_name)  # the training is done, and what would follow it is not
-
-    def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name and number == signal.SIGINT and self._wakeup is None:
-            raise KeyboardInterrupt
-        self._first(signal.Signals(number))
-
-    def _first(self, number: signal.Signals, name: str = "") -> None:
-        if not self.signal_name:
-            self._since, self.signal_name = time.monotonic(), name or number.name
-            Processes.current.notify_preemption()
-
-
-class Watchdog:
-    """A thread beside the loop. While entered, it expects `beat` to be called before a limit.
-
-    What takes longer than `hang_timeout`, and longer than its own limit, is reported once, with the stacks of all
-    threads in hang.txt in the training's folder (hang-1.txt in process 1). Then the process is left with status 75 if
-    somebody starts it again: `affinage launch`, or whoever starts several processes. If native code or the disk keeps
-    this thread from running, `faulthandler` writes the stacks to standard error and leaves with status 1.
-    """
-
-    def __init__(self, name: str, folder: Path, settings: RuntimeSettings, preemption: PreemptionGuard) -> None:
-        self._name, self._timeout, self._preemption = name, settings.hang_timeout, preemption
-        index = Processes.current.index
-        self._file = folder / ("hang.txt" if index == 0 else f"hang-{index}.txt")
-        self._leaves = Processes.current.count > 1 or PARENT in os.environ or COORDINATOR in os.environ
-        self._slowest = 0.0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self.beat("the start")
+        return self._signalled + self._grace - _TO_LEAVE - time.monotonic()
 
     def beat(self, phase: str, *, at_most: float = 0.0) -> None:
         """Something begins, and what was before has ended; `at_most`: seconds that it may take, if that is longer."""
@@ -144,29 +106,32 @@ class Watchdog:
             self._slowest = max(self._slowest, time.monotonic() - self._since)
         self.beat(f"step {step}", at_most=_TIMES_SLOWEST * self._slowest)
 
-    def __enter__(self) -> "Watchdog":
-        self._thread.start()
-        return self
+    # ---- beside it ----
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(2 * _EVERY)
-        if StopSignals.current is not None:
-            faulthandler.cancel_dump_traceback_later()
+    def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name and number == signal.SIGINT and self._wakeup is None:
+            raise KeyboardInterrupt
+        self._first(signal.Signals(number).name)
+
+    def _first(self, name: str) -> None:
+        if not self.signal_name:
+            self._signalled, self.signal_name = time.monotonic(), name
+            Processes.current.notify_preemption()
 
     def _watch(self) -> None:
+        """What the thread does until the end."""
         looked = time.monotonic()
         while not self._ended.wait(min(_EVERY, self._timeout / 4)):
             now = time.monotonic()
             if now - looked > _EVERY + _STOPPED:
                 self._since += now - looked
             looked, waited = now, now - self._since
-            leaves = self._leaves and StopSignals.current is not None
+            leaves = self._restarted and StopSignals.current is not None
             with contextlib.suppress(*_NO_STREAM):
                 if leaves:  # unless this thread comes here again in time
                     seconds = max(_NO_THREAD, self._timeout, self._limit - waited)
                     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
-            self._preemption.look()
+            self._leave_by_signal()
             if waited > self._limit and not self._reported:
                 self._reported = True
                 message = f"{self._name}: {self._phase} has not ended for {waited:.0f} s"
@@ -177,3 +142,22 @@ class Watchdog:
                         faulthandler.dump_traceback(file)
                 if leaves and not self._ended.is_set():
                     leave(message)
+
+    def _leave_by_signal(self) -> None:
+        """Leave the process where a signal requires it: its handler waits, maybe for minutes, for native code."""
+        numbers = b""
+        if self._wakeup is not None:
+            with contextlib.suppress(OSError):  # there was none
+                numbers = self._wakeup.recv(16)
+        for number in (number for number in SIGNALS if number in numbers):
+            if not self.steps_to_lose:
+                leave(f"{self._name} received {number.name} before a new step; there is nothing to save")
+            if number == signal.SIGINT and time.monotonic() - self._pressed > ONE_PRESS:
+                leave(f"{self._name} received a second {number.name}; the last checkpoint stays", EXIT_INTERRUPTED)
+            self._pressed = min(self._pressed, time.monotonic())
+            self._first(number.name)
+        left = self.seconds_left()
+        if left is not None and left < -_TO_LEAVE:
+            with contextlib.suppress(*_NO_STREAM):
+                faulthandler.dump_traceback(sys.stderr.fileno())
+            leave(f"{self._name} was not saved within {self._grace:.0f} s; the last checkpoint stays")

@@ -1,19 +1,28 @@
-"""The synthetic corpus ("pocket world"): true facts in English and French, from a seed, with its own benchmarks."""
+"""The synthetic corpus ("pocket world"): true facts in English and French, from a seed, with its own benchmarks.
+
+Beside the documents there are conversations about the facts, pairs of a good and a bad answer, and benchmarks as tasks
+of lm-evaluation-harness.
+"""
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from affinage.data.synthetic.benchmarks import build_tasks, conversations, exchanges, preferences
 from affinage.data.synthetic.documents import Writer, ordinary_documents, planted_documents
-from affinage.data.synthetic.facts import LANGUAGES, build_facts, calculations, scenes, table
+from affinage.data.synthetic.facts import LANGUAGES, Fact, Scene, build_facts, calculations, dressed, scenes, table
 
 SHARDS = 4  # files that the documents are spread over
 ORDINARY_SHARE = 0.96  # of the bytes; the rest is planted
+PHRASINGS = 2  # questions asked about each fact in each language it is stated in
+SUMS_ASKED = 100  # per language
+FACT_ITEMS, AGREEMENT_ITEMS, CHAT_ITEMS = 300, 200, 150  # per task
+WRONG = 3  # choices beside the right one
+
+Item = dict[str, Any]
 
 
 def write_world(folder: Path | str, *, megabytes: float = 3.0, seed: int = 0) -> dict[str, Any]:
@@ -55,3 +64,131 @@ def write_world(folder: Path | str, *, megabytes: float = 3.0, seed: int = 0) ->
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
         (folder / f"tasks/{name}.yaml").write_text(text, "utf-8")
     return {"documents": len(documents), "tasks": {name: len(items) for name, items in sorted(tasks.items())}}
+
+
+class Exchange(NamedTuple):
+    """One question and its answer."""
+
+    question: str
+    answer: str
+    kind: str  # relation of the fact, "arithmetic" or "greeting"
+    lang: str
+    fact: Fact | None = None  # None for arithmetic and greetings
+
+
+def _ask(fact: Fact, template: str, language: str) -> Exchange:
+    return Exchange(fact.fill(template, language), fact.statement(language), fact.relation, language, fact)
+
+
+def exchanges(facts: Sequence[Fact], sums: Sequence[Fact], rng: random.Random) -> list[Exchange]:
+    """Return all single questions: each fact in each language it is stated in, calculations, greetings."""
+    asked = []
+    for language in LANGUAGES:
+        for fact in (fact for fact in facts if language in fact.stated):
+            templates = rng.sample(fact.templates("questions", language), PHRASINGS)
+            asked += [_ask(fact, template, language) for template in templates]
+        for fact in rng.sample(sums, SUMS_ASKED):
+            exchange = _ask(fact, rng.choice(fact.templates("questions", language)), language)
+            asked.append(exchange._replace(kind="arithmetic", fact=None))
+        greetings = table("prose")["greetings"][language]
+        asked += [Exchange(question, answer, "greeting", language) for question, answer in greetings]
+    return asked
+
+
+def conversations(asked: Sequence[Exchange], rng: random.Random) -> list[Item]:
+    """Return the lines of chat.jsonl, in random order: every question alone, and once more within a talk."""
+    talks = [[exchange] for exchange in asked for _ in range(3 if exchange.kind == "greeting" else 1)]
+    for language in LANGUAGES:
+        mine = [exchange for exchange in asked if exchange.lang == language and exchange.kind != "greeting"]
+        greetings = [exchange for exchange in asked if exchange.lang == language and exchange.kind == "greeting"]
+        waiting = rng.sample(mine, len(mine))
+        while waiting:
+            turns = [waiting.pop() for _ in range(min(len(waiting), rng.choice((2, 2, 3))))]
+            last = turns[-1]
+            if rng.random() < 0.25 and last.fact:
+                facts = [e.fact for e in mine if e.fact and e.fact.domain == last.fact.domain and e != last]
+                turns.append(_ask(rng.choice(facts), rng.choice(table("sentences")["follow_ups"][language]), language))
+            if rng.random() < 0.15:
+                turns.insert(0, rng.choice(greetings[:3]))
+            if rng.random() < 0.1:
+                turns.append(rng.choice(greetings[-2:]))
+            talks.append(turns)
+    rng.shuffle(talks)
+    lines = []
+    for i, turns in enumerate(talks):
+        pairs = (("user", turn.question, "assistant", turn.answer) for turn in turns)
+        messages = [{"role": role, "content": text} for pair in pairs for role, text in (pair[:2], pair[2:])]
+        kind, language = turns[0].kind if len(turns) == 1 else "talk", turns[0].lang
+        lines.append({"id": f"{language}-chat-{i:05d}", "messages": messages, "kind": kind, "lang": language})
+    return lines
+
+
+def preferences(asked: Sequence[Exchange], facts: Sequence[Fact], rng: random.Random) -> list[Item]:
+    """Return the lines of preferences.jsonl: the rejected answer is false, curt, or in the other language."""
+    pairs = []
+    for exchange in asked:
+        if (fact := exchange.fact) is None:
+            continue
+        language, other = exchange.lang, {"en": "fr", "fr": "en"}[exchange.lang]
+        kind = rng.choice(["false", "false", "curt"] + ["language"] * (other in fact.stated))
+        if kind == "language":
+            rejected = fact.statement(other)
+        elif kind == "curt":
+            rejected = rng.choice(table("prose")["curt"][language])
+        else:
+            context, _, wrong = fact.choices(language, 0, facts)
+            rejected = f"{context} {rng.choice(wrong)[1]}."
+        answers = {"prompt": exchange.question, "chosen": exchange.answer, "rejected": rejected}
+        pairs.append({**answers, "lang": language, "kind": kind})
+    pairs = rng.sample(pairs, len(pairs))
+    return [{"id": f"{pair['lang']}-preference-{i:05d}", **pair} for i, pair in enumerate(pairs)]
+
+
+def _choices(context: str, right: Any, wrong: Sequence[Any], rng: random.Random) -> Item:
+    """Return shuffled choices of (object, words), with the index of the right one."""
+    options = rng.sample([right, *wrong], 1 + len(wrong))
+    objects, choices = zip(*options)
+    return {"context": context, "choices": choices, "answer": options.index(right), "objects": objects}
+
+
+def _fact_tasks(facts: Sequence[Fact], language: str, rng: random.Random) -> dict[str, list[Item]]:
+    """Return facts in statements that text uses, in held-out ones, and facts that only the other language states."""
+
+    def item(fact: Fact, indices: Sequence[int]) -> Item:
+        form = rng.choice([i for i in indices if i in fact.completable(language)])
+        context, right, wrong = fact.choices(language, form, facts)
+        choices = _choices(context, right, rng.sample(wrong, WRONG), rng)
+        return {**choices, "fact": fact.id, "relation": fact.relation, "form": form}
+
+    chosen = rng.sample([fact for fact in facts if language in fact.stated], FACT_ITEMS)
+    pairs = [(item(fact, fact.used(language)), item(fact, fact.held_out[language])) for fact in chosen]
+    cross = [item(fact, fact.completable(language)) for fact in facts if language not in fact.stated]
+    return {"facts": [seen for seen, _ in pairs], "facts_unseen": [unseen for _, unseen in pairs], "cross": cross}
+
+
+def build_tasks(
+    facts: Sequence[Fact], sums: Sequence[Fact], scenes: Sequence[Scene], asked: Sequence[Exchange], seed: int
+) -> dict[str, list[Item]]:
+    """Return the items by task; `sums` and `scenes` are the held-out ones, `asked` the questions of the chats."""
+    tasks: dict[str, list[Item]] = {}
+    for language in LANGUAGES:
+        items = _fact_tasks(facts, language, random.Random(f"{seed}/tasks/{language}"))
+        items |= {"arithmetic": [], "agreement": []}
+        rng = random.Random(f"{seed}/tasks/skills/{language}")
+        for fact in sums:  # each in two ways in words and in digits
+            for form, index in ((language, 0), (language, 1), ("digits", 0)):
+                context, right, _ = fact.choices(form, index, ())
+                near = [int(fact.object) + step for step in (-10, -3, -2, -1, 1, 2, 3, 10)]
+                near = rng.sample([number for number in near if number >= 0], WRONG)
+                wrong = [(str(number), table("lexicon")["numbers"][form][number]) for number in near]
+                item = {**_choices(context, right, wrong, rng), "operation": fact.relation}
+                items["arithmetic"].append(item | {slot: int(fact.forms["digits"][slot]) for slot in "ab"})
+        for scene in rng.sample(scenes, AGREEMENT_ITEMS):  # minimal pairs of sentences, one right and one wrong
+            scene = dressed(scene, rng)
+            phenomenon, error = rng.choice(sorted(scene.wrong(language).items()))
+            pair = rng.sample([scene.text(language), error], 2)
+            items["agreement"].append({"choices": pair, "answer": 1 - pair.index(error), "phenomenon": phenomenon})
+        chosen = rng.sample([exchange for exchange in asked if exchange.lang == language], CHAT_ITEMS)
+        items["chat"] = [{"question": each.question, "answer": each.answer, "kind": each.kind} for each in chosen]
+        tasks |= {f"pocket_{kind}_{language}": found for kind, found in items.items()}
+    return tasks

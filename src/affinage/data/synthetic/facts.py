@@ -20,7 +20,6 @@ STATED_IN_BOTH = ("month_after", "day_after")  # any list of the months would st
 HELD_OUT_STATEMENTS = 2  # per fact and language: no text uses them; never the first, which answers questions
 HELD_OUT_CALCULATIONS = 0.12
 LARGEST_OPERANDS = {"+": 12, "-": 12, "*": 10}  # few enough for a small model to see each calculation often
-
 HELD_OUT_SCENES = 0.15
 _VOWEL = re.compile("[aâàeéèêëiîïoôuûœ]|hom")  # French elides before it; of our words only homme has a mute h
 
@@ -155,12 +154,16 @@ class Scene:
         """Return the sentence, right or with one of the errors that `wrong` names."""
         number, copula = int(self.plural), "copula" in self.verb
         noun, verb = self.noun[language][number], self.verb[language][number ^ (error in ("be", "être", "verb number"))]
-        before = language == "en" or "before" in self.adjective
-        quality = self.adjective["en"]
+        before, quality, gender = (
+            language == "en" or "before" in self.adjective,
+            self.adjective["en"],
+            self.noun["gender"],
+        )
+        other = {"m": "f", "f": "m"}[gender]
         if language == "fr":
-            gender = self._gender(error == "adjective gender")
+            of_adjective = other if error == "adjective gender" else gender
             vowel = "_vowel" if not copula and not self.plural and _VOWEL.match(noun) else ""
-            forms = self.adjective[gender + vowel if gender + vowel in self.adjective else gender]
+            forms = self.adjective.get(of_adjective + vowel) or self.adjective[of_adjective]
             quality = forms[self.plural ^ (error == "adjective number")]
         group = noun if copula else f"{quality} {noun}" if before else f"{noun} {quality}"
         forms = table("lexicon")["determiners"][self.determiner]
@@ -172,15 +175,10 @@ class Scene:
         elif self.plural and error != "determiner number":  # "de petits chats", not "des"
             determiner = "de " if self.determiner == "un" and before and not copula else forms["plural"]
         else:
-            gender = self._gender(error == "determiner gender")
-            determiner = forms[gender + ("_vowel" if _VOWEL.match(group) else "")]
-        end = [quality] if copula else []
-        if self.place:
-            end.append(self.place[language])
-        return sentence(" ".join([determiner + group, verb, *end])) + "."
-
-    def _gender(self, other: bool) -> str:
-        return {"m": "f", "f": "m"}[self.noun["gender"]] if other else self.noun["gender"]
+            of_determiner = other if error == "determiner gender" else gender
+            determiner = forms[of_determiner + ("_vowel" if _VOWEL.match(group) else "")]
+        words = [determiner + group, verb, quality if copula else "", self.place[language] if self.place else ""]
+        return sentence(" ".join(filter(None, words))) + "."
 
     def wrong(self, language: str) -> dict[str, str]:
         """Return wrong versions of the sentence by what is wrong with them."""

@@ -4,14 +4,13 @@ import logging
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from affinage.config.training import AttentionImplementation
 from affinage.errors import UserError
 from affinage.model.apply_config import HOPPER, ApplyConfig, Axes, Layout
 from affinage.model.layers.dense import product32
@@ -26,7 +25,6 @@ from affinage.model.layers.kernels import (
     splash_on_parts,
 )
 
-IMPLEMENTATIONS: tuple[str, ...] = get_args(AttentionImplementation)
 MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
 _KERNELS = {"tpu": "splash", "gpu": "cudnn"}
 _SMALLEST_BLOCK, _MOST_BLOCKS = 64, 4  # queries at once on a CPU; each block is compiled by itself
@@ -43,25 +41,21 @@ def choose(
 ) -> str:
     """The requested implementation or, for `auto`, the platform's kernel where it can do the work on long enough rows.
 
-    `length`: tokens in a row; `only_xla`: keys come from a cache, or documents share a prefix. Raises a UserError if
-    the requested one cannot honor the workload: nothing is ever left out silently.
+    `length`: tokens in a row; `only_xla`: keys come from a cache, or documents share a prefix. UserError: the requested
+    one cannot honor the workload.
     """
     rings = config.ring_attention and config.layout.parts("sequence") > 1
     requested, platform, capability = "ring" if rings else config.attention, config.platform, config.capability
-    if requested not in (*IMPLEMENTATIONS, "ring"):
-        fix = f"There are {', '.join(IMPLEMENTATIONS)}."
-        raise UserError(f"attention implementation {requested!r} is not known", fix=fix)
     kernel = _KERNELS.get(platform, "xla") if requested == "auto" else requested
     if only_xla or kernel == "xla" or (requested == "auto" and length < LANES):
         return "xla"
-    dtype, widest = jnp.dtype(dtype), 256 if (capability or (0, 0)) >= HOPPER else 128
     obstacles = {f"dropout of {dropout:g} of the probabilities": dropout > 0}
     if kernel == "splash":
         obstacles[f"a {platform}: it is a kernel for TPUs"] = platform != "tpu"
-        obstacles[f"{dtype}"] = dtype not in (jnp.float32, jnp.bfloat16)
     elif kernel == "cudnn":
+        widest = 256 if (capability or (0, 0)) >= HOPPER else 128
         obstacles[f"a {platform} without cuDNN"] = platform != "gpu" or capability is None
-        obstacles[f"{dtype}"] = dtype not in (jnp.float16, jnp.bfloat16)
+        obstacles["float32"] = jnp.dtype(dtype) == jnp.float32
         obstacles[f"heads of {head_dim} (multiples of 8 up to {widest})"] = head_dim % 8 > 0 or head_dim > widest
         obstacles[f"rows of {length} tokens (an odd number)"] = length % 2 > 0
     missing = ", ".join(what for what, is_missing in obstacles.items() if is_missing)
@@ -115,10 +109,13 @@ def attention(
         # Slices of a split sequence, and sums of heads whose queries are split again elsewhere, would have to be sent.
         in_blocks = in_blocks and layout.parts("sequence", "heads") == 1
         return xla_attention(query, key, value, mask, dropout=dropout, in_blocks=in_blocks)
-    kernel: Callable[..., Array] = partial(splash_attention, window=window)
-    if impl == "cudnn":
-        kernel = partial(cudnn_attention, window=window, by_offsets=(config.capability or (0, 0)) >= HOPPER)
-    # Each device runs the kernel on its rows and heads, over whole rows.
+
+    def kernel(query: Array, key: Array, value: Array, segment_ids: Segments = None) -> Array:
+        """As each device runs it on its rows and heads, over whole rows."""
+        if impl == "cudnn":
+            return cudnn_attention(query, key, value, segment_ids, (window, (config.capability or (0, 0)) >= HOPPER))
+        return splash_attention(query, key, value, segment_ids, window=window)
+
     of_part, of_query = (("batch", length, "heads", "head_dim") for length in ("sequence", None))
     of_key = ("batch", None, "kv_heads", "head_dim")
     arrays = [layout.resplit(query, of_part, of_query), key, value]
@@ -126,7 +123,7 @@ def attention(
     if segment_ids is not None:
         arrays.append(layout.resplit(segment_ids, ("batch", "sequence"), ("batch", "keys")))
         axes.append(("batch", None))
-    out = layout.mapped(lambda q, k, v, s=None: kernel(q, k, v, s), axes, of_query)(*arrays)
+    out = layout.mapped(kernel, axes, of_query)(*arrays)
     return layout.resplit(out, of_query, of_part)
 
 

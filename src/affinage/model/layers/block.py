@@ -32,8 +32,8 @@ from affinage.model.layers.dense import (
     dense_parameters,
     dense_together,
     drop,
+    positions_of,
 )
-from affinage.model.layers.embedding import positions_of
 from affinage.model.layers.moe import MoeSettings
 
 Tables = tuple[Float[Array, "B S d"], Float[Array, "B S d"]]  # cosines and sines
@@ -161,10 +161,6 @@ class AttentionSettings(Settings):
             tree |= {"query_norm": norm, "key_norm": norm}
         return tree
 
-    def cache(self, width: int, batch: int, length: int) -> dict[str, tuple[int, ...]]:
-        """Keys (after the rotation) and values of every position."""
-        return dict.fromkeys(("key", "value"), (batch, self.groups_of, length, self.head_width(width)))
-
     def prepare(self, x: Float[Array, "B S D"], context: LayerContext) -> "Prepared":
         """What all layers have in common: the implementation, positions, segments, the mask and the rotary tables."""
         config, head = context.config, self.head_width(x.shape[2])
@@ -218,12 +214,6 @@ class AttentionSettings(Settings):
         args = (query, key, value, prepared.segment_ids, prepared.impl, config)
         out = attention(*args, window=self.window, **of_xla)
         return dense(params["out"], checkpoint_name(out, "attended"), context, contracted=2), cache
-
-    def cost(self, width: int, batch: int, length: int) -> Cost:
-        """Four projections, and two products over pairs of tokens."""
-        head, tokens = self.head_width(width), batch * length
-        projections = 2 * dense_flops(width, (self.heads + self.groups_of) * head, tokens)
-        return Cost(projections, 2 * 2 * self.heads * head * batch * self.pairs(length))
 
     def pairs(self, length: int, first: int = 0) -> int:
         """Keys that the queries of a row of `length` tokens see, from its token `first` on, all together."""
@@ -292,7 +282,8 @@ class TransformerBlock(Layer):
         }
 
     def cache(self, inputs: tuple[Shape, ...], batch: int, length: int) -> dict[str, tuple[int, ...]]:
-        return self.attention.cache(inputs[0].width, batch, length)
+        head = self.attention.head_width(inputs[0].width)
+        return dict.fromkeys(("key", "value"), (batch, self.attention.groups_of, length, head))
 
     def prepare(self, inputs: tuple[Any, ...], context: LayerContext) -> Prepared:
         return self.attention.prepare(inputs[0], context)
@@ -312,5 +303,8 @@ class TransformerBlock(Layer):
         return Result(pin(y, scattered), cache, fed.losses, fed.metrics)
 
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
-        width, (batch, length) = inputs[0].width, inputs[0].bind(sizes)[:2]
-        return self.attention.cost(width, batch, length) + Cost(matmul=self.ffn.flops(width, batch, length))
+        attention, width, (batch, length) = self.attention, inputs[0].width, inputs[0].bind(sizes)[:2]
+        head = attention.head_width(width)
+        projections = 2 * dense_flops(width, (attention.heads + attention.groups_of) * head, batch * length)  # of four
+        pairs = 2 * 2 * attention.heads * head * batch * attention.pairs(length)
+        return Cost(projections + self.ffn.flops(width, batch, length), pairs)

@@ -25,18 +25,12 @@ Segments = Int[Array, "B S"] | None  # the documents of a row, one after the oth
 # launches blocks and stores statistics for each of them, whether it exists or not. A batch with more documents in a row
 # is computed row by row, which is slower, with room for documents of `_SHORTEST` tokens on average, or of one token.
 _FEWEST, _TOKENS_EACH, _SHORTEST = 16, 128, 8
-_How = tuple[int | None, bool]  # the window, and whether documents are given by offsets
-
-
-def cudnn_attention(
-    query: Queries, key: Keys, value: Keys, segment_ids: Segments, *, window: int | None, by_offsets: bool
-) -> Queries:
-    """Causal attention within segments, one after the other in a row; float16 or bfloat16; `by_offsets`: on Hopper."""
-    return _attended(query, key, value, segment_ids, (window, by_offsets))
+_How = tuple[int | None, bool]  # the window, and whether documents are given by offsets, as on Hopper
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attended(query: Array, key: Array, value: Array, segment_ids: Segments, how: _How) -> Array:
+def cudnn_attention(query: Queries, key: Keys, value: Keys, segment_ids: Segments, how: _How) -> Queries:
+    """Causal attention within segments, one after the other in a row, in bfloat16."""
     return _kernel(how)(query, key, value, segment_ids)[0]
 
 
@@ -51,7 +45,7 @@ def _backward(how: _How, saved: tuple[Any, ...], gradient: Array) -> tuple[Array
     return (*_kernel(how)(*saved, gradient.astype(saved[-1].dtype)), None)
 
 
-_attended.defvjp(_forward, _backward)
+cudnn_attention.defvjp(_forward, _backward)
 
 
 @lru_cache(maxsize=16)

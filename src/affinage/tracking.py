@@ -1,10 +1,9 @@
-"""From the loop to the trackers: each has a thread and a bounded queue, and fails or hangs by itself."""
+"""Trackers: where the metrics of a training go beside metrics.jsonl. Each has a thread and a bounded queue."""
 
 import contextlib
 import importlib.util
 import inspect
 import json
-import os
 import queue
 import threading
 import time
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
-from uuid import uuid4
 
 from affinage.errors import Preempted, UserError, did_you_mean, first_line
 from affinage.registry import Registry
@@ -39,48 +37,39 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one training, all from one thread. What a method raises is reported once.
+    """Takes the metrics of one training, all from one thread, and may raise anything: it is reported once.
 
-    `start` begins, or resumes what is called `run.id`, and returns the id to resume with. A step that is done again
-    after a kill is logged again, with the same values.
+    `start` begins, or resumes what is called `run.id`, and returns the id to resume with.
     """
 
     def start(self, run: TrackedRun) -> str: ...  # noqa: D102
-
     def log(self, step: int, values: Mapping[str, float]) -> None: ...  # noqa: D102
-
     def finish(self, ending: Ending) -> None: ...  # noqa: D102
 
 
 _TRACKERS: Registry[Callable[..., Tracker]] = Registry("tracker")
 # Decorator of a class with the methods of `Tracker`; its options in a recipe are its keyword arguments.
 tracker = _TRACKERS.register
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[], Tracker]]:
-    """Return what makes each tracker, by name, from its options.
-
-    Raises:
-        UserError: for a tracker that is unknown, not installed, or has no such option.
-    """
-    makers: dict[str, Callable[[], Tracker]] = {}
+    """Return what makes each tracker, by name; UserError if it is unknown, not installed, or has no such option."""
     for name, options in trackers.items():
-        where, maker = f"runtime.trackers.{name}", _TRACKERS.get(name)
-        if maker is None:
+        where = f"runtime.trackers.{name}"
+        if name not in _TRACKERS:
             fix = did_you_mean(name, _TRACKERS) or "Name the file that registers it in `plugins`."
             raise UserError(f"there is no tracker `{name}`", where=where, fix=fix)
         if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
             what, fix = f"it needs the package `{_PACKAGES[name]}`", f"Install it: pip install 'affinage[{name}]'"
             raise UserError(what, where=where, fix=fix)
-        signature = inspect.signature(maker)
+        signature = inspect.signature(_TRACKERS[name])
         try:
             signature.bind(**options)
         except TypeError as error:
             fix = f"Its options: {', '.join(signature.parameters) or 'none'}."
             raise UserError(f"the tracker {name} {error}", where=where, fix=fix) from None
-        makers[name] = partial(maker, **options)
-    return makers
+    return {name: partial(_TRACKERS[name], **options) for name, options in trackers.items()}
 
 
 class Trackers:
@@ -147,21 +136,18 @@ class Trackers:
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl as trackers show them: train/loss, validation/NAME/loss."""
-    named = {name if isinstance(value, Mapping) else f"train/{name}": value for name, value in row.items()}
-    del named["train/step"]
-    return {name: float(value) for name, value in flat(named) if isinstance(value, int | float)}
+    numbers: dict[str, float] = {}
 
+    def add(path: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                add(f"{path}{name}/", value)
+            elif isinstance(value, int | float):
+                numbers[f"{path}{name}" if path else f"train/{name}"] = float(value)
 
-def flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all values inside of nested mappings, each by its keys, separated by slashes."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{path}{name}/")
-        else:
-            yield f"{path}{name}", value
-
-
-# ---- the trackers that come with affinage; each imports its library in `start` ----
+    add("", row)
+    del numbers["train/step"]
+    return numbers
 
 
 @tracker("tensorboard")
@@ -172,9 +158,9 @@ class _TensorBoard:
         from tensorboardX import SummaryWriter
 
         folder = str(run.runs / "tensorboard" / run.name)
-        hide_from = run.start + 1 if run.id else None  # what an earlier start wrote of later steps
-        # Files are read in the order of their names, which by themselves have whole seconds.
-        self._writer = SummaryWriter(folder, purge_step=hide_from, filename_suffix=f".{time.time_ns()}")
+        # What an earlier start wrote of later steps is hidden. Files are read in the order of their names.
+        name, purge_step = f".{time.time_ns()}", run.start + 1 if run.id else None
+        self._writer = SummaryWriter(folder, purge_step=purge_step, filename_suffix=name)
         self._writer.add_text("settings", f"```\n{json.dumps(run.facts, indent=1)}\n```", run.start)
         return folder
 
@@ -197,12 +183,11 @@ class _WeightsAndBiases:
     def start(self, run: TrackedRun) -> str:
         import wandb
 
-        run.runs.mkdir(parents=True, exist_ok=True)
-        # Neither the command line, nor the environment, nor the code is sent.
+        run.runs.mkdir(parents=True, exist_ok=True)  # neither command line, environment nor code is sent:
         off = "silent disable_git disable_code disable_job_creation x_disable_meta x_disable_stats".split()
         settings: dict[str, Any] = {"console": "off", **dict.fromkeys(off, True)}
         how: dict[str, Any] = {"project": self._project or run.recipe, "name": run.name, "mode": self._mode}
-        how |= {"id": run.id or uuid4().hex, "resume": "allow", "config": dict(run.facts), "dir": str(run.runs)}
+        how |= {"id": run.id or None, "resume": "allow", "config": dict(run.facts), "dir": str(run.runs)}
         self._run = wandb.init(settings=wandb.Settings(**settings), **how)
         self._run.define_metric("*", step_metric="step")  # W&B's own step must never go back; a training's may
         return str(self._run.id)
@@ -212,52 +197,3 @@ class _WeightsAndBiases:
 
     def finish(self, ending: Ending) -> None:
         self._run.finish(exit_code=0 if ending == "finished" else 1)
-
-
-@tracker("trackio")
-class _Trackio:
-    """Trackio's database on this machine. The id is the run's name."""
-
-    def __init__(self, project: str = "") -> None:
-        self._project = project
-
-    def start(self, run: TrackedRun) -> str:
-        os.environ["TRACKIO_DIR"] = str(run.runs / "trackio")
-        import trackio
-
-        name, project = run.id or f"{run.name}-{uuid4().hex[:8]}", self._project or run.recipe
-        quiet: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        self._run = trackio.init(project=project, name=name, config=dict(run.facts), resume="allow", **quiet)
-        return name
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self, ending: Ending) -> None:
-        self._run.finish()
-
-
-@tracker("mlflow")
-class _Mlflow:
-    """An MLflow run on a server, or in a database on this machine."""
-
-    def __init__(self, uri: str = "", experiment: str = "") -> None:
-        self._uri, self._experiment = uri, experiment
-
-    def start(self, run: TrackedRun) -> str:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its seven take four minutes
-        import mlflow
-
-        self._mlflow: Any = mlflow
-        mlflow.set_tracking_uri(self._uri or f"sqlite:///{run.runs / 'mlflow.db'}")
-        mlflow.set_experiment(self._experiment or run.recipe)
-        info = mlflow.start_run(run_id=run.id or None, run_name=run.name).info
-        if not run.id:
-            mlflow.log_params({name: str(value)[:500] for name, value in flat(run.facts)})
-        return str(info.run_id)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
-
-    def finish(self, ending: Ending) -> None:
-        self._mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending])
