@@ -1,7 +1,7 @@
 """Which exits start a run again, how often, and what is left of processes that were started."""
 
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import pytest
 
 from affinage.cluster import launch
 from affinage.cluster.launch import WorkerExit, WorkerGroup, start_local, start_processes, supervise
+from affinage.cluster.ray_launch import RayLauncher
 from affinage.errors import Preempted, UserError
 from waiting import until
 
@@ -160,15 +161,46 @@ def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_wi
         start_processes([str(tmp_path / "nothing")], {}, 2, said.append)
 
 
-def test_workers_die_with_who_started_them():
-    worker = "import time; from affinage.stopping import die_with_parent; die_with_parent(); time.sleep(600)"
-    code = (
-        "import os, time\nfrom affinage.cluster.launch import WorkerProcess\n"
-        f"print(WorkerProcess({[sys.executable, '-c', worker]!r}, os.environ).pid, flush=True)\ntime.sleep(600)\n"
-    )
-    starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert starter.stdout is not None
-    pid = int(starter.stdout.readline())
-    starter.kill()
-    starter.wait()
-    until(lambda: not alive(pid))
+PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
+
+
+def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_again(tmp_path: Path):
+    said: list[str] = []
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: one")
+
+    def running() -> WorkerGroup:
+        for file in (*tmp_path.glob("process-*"), *tmp_path.glob("saved-*")):
+            file.unlink()
+        group = launcher.start(["wait", str(tmp_path), str(recipe)])
+        until(lambda: all((tmp_path / f"process-{worker}").exists() for worker in range(2)))
+        return group
+
+    def exits(group: WorkerGroup, count: int) -> list[WorkerExit]:
+        found: list[WorkerExit] = []
+        until(lambda: found.extend(group.exits(1.0)) or len(found) == count)
+        return found
+
+    files = {str(recipe): b"name: other"}
+    launcher = RayLauncher(2, devices=1, files=files, say=said.append, program=PROGRAM)
+    try:
+        group = running()
+        group.send(signal.SIGTERM)
+        assert [each.status for each in exits(group, 2)] == [75, 75]
+        group.kill()
+        assert {(tmp_path / f"saved-{worker}").read_text() for worker in range(2)} == {"SIGTERM"}
+        assert {"0 | name: other", "1 | name: other", "0 | worker 0 of 2", "1 | worker 1 of 2"} <= set(said)
+        group = running()
+        process, actor = map(int, (tmp_path / "process-1").read_text().split())
+        os.kill(actor, signal.SIGKILL)  # the worker of Ray, and with it the process that it has started
+        assert [(each.worker, each.status) for each in exits(group, 1)] == [(1, -signal.SIGKILL)]
+        until(lambda: not Path(f"/proc/{process}").exists())
+        group.kill()
+        assert supervise(launcher.start, ["exit", "1"], max_failures=1, say=said.append) == 1
+        assert sum("ended with status 1" in line for line in said) == 2
+        fewer = RayLauncher(2, min_workers=1, devices=1, say=said.append, program=PROGRAM)
+        group = fewer.start(["exit", "0"])
+        group.kill()
+        assert group.workers == 1  # there is one machine
+    finally:
+        launcher.close()

@@ -253,17 +253,3 @@ def test_what_is_not_said_is_as_in_julians_recipe():
     assert given.optimizer.model_copy(update=moments) == published.sft.optimizer
     shorter = {"name": "chat", "model": published.model, "sft": LEAST, "packing": {"seq_len": 512}}
     assert training_settings(Recipe.model_validate(shorter))[::2] == ("sft", 512), "as in pretraining"
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, (32, 2, 2e-5)),
-        ({"schedule": {"peak_lr": 1e-3, "min_lr": 0}}, (32, 0, 1e-3)),
-        ({"per_device_batch_size": 4, "steps": 20_000}, (None, 1000, 2e-5)),
-    ],
-)
-def test_what_is_said_counts_and_short_runs_warm_up_for_a_tenth(settings: dict, expected: tuple):
-    sft = SftSettings.model_validate(LEAST | settings)
-    assert (sft.batch_size, sft.schedule.warmup(sft.steps), sft.schedule.peak_lr) == expected
-    assert SftSettings.model_validate_json(sft.model_dump_json()) == sft

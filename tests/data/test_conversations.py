@@ -13,6 +13,7 @@ import zstandard
 from affinage.config.training import SftSettings
 from affinage.data.conversations import open_source, parse_pair, read_lines
 from affinage.errors import UserError
+from run_affinage import refused
 from source_forms import write_lines
 
 QUESTION, ANSWER, WORSE = ({"role": role, "content": text} for role, text in
@@ -139,6 +140,4 @@ def test_pairs_of_published_forms_are_read(item: dict):
     ids=str,
 )
 def test_a_line_that_is_no_pair_is_refused(rest: dict):
-    with pytest.raises(UserError) as error:
-        parse_pair({"chosen": "a"} | rest, where="pairs.jsonl:1", name="")
-    assert error.value.where == "pairs.jsonl:1"
+    assert refused(parse_pair, {"chosen": "a"} | rest, where="pairs.jsonl:1", name="").where == "pairs.jsonl:1"

@@ -28,12 +28,7 @@ CONTEXT, BATCH, STEPS = 8, 8, 550
 ROWS = {"web.en": 40, "web.fr": 20, "wiki.en": 10, "wiki.fr": 7}
 GROUPS = {name: tuple(name.split(".")) for name in ROWS}
 FIRST = {name: 1000 * number for number, name in enumerate(ROWS, 1)}  # the first token of a group's first row
-STAGES = [
-    (0, {"web": 3, "wiki": 1}),
-    (150, {"web": 1, "wiki": 1}),
-    (350, {"en": 0.5, "fr": 0.5}),
-    (450, {"wiki": 1}),
-]
+STAGES = [(0, {"web": 3, "wiki": 1}), (150, {"web": 1, "wiki": 1}), (350, {"en": 0.5, "fr": 0.5}), (450, {"wiki": 1})]
 MIXTURES = {"all": None, "weights": [(0, {"web.en": 2, "wiki": 1})], "stages": STAGES}
 
 
@@ -79,9 +74,8 @@ def test_what_is_drawn_is_what_a_walk_over_all_steps_finds(folder: Path, mixture
         assert len(set(epochs[0])) == len(set(epochs[1])) == 77 and epochs[0] != epochs[1]
         return
     for (first, weights), last in zip(STAGES, [150, 350, 450, STEPS], strict=True):
-        drawn = Counter(
-            next(key for key in weights if key in name.split(".")) for s in walk[first:last] for name, _ in s
-        )
+        names = (name.split(".") for places in walk[first:last] for name, _ in places)
+        drawn = Counter(next(key for key in weights if key in parts) for parts in names)
         for name, weight in weights.items():
             share = drawn[name] / drawn.total()
             assert share == pytest.approx(weight / sum(weights.values()), abs=2 / SLOTS + 2 / drawn.total())

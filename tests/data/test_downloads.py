@@ -2,12 +2,11 @@
 
 import json
 
-import fsspec
 import pytest
 
 import hub_server
 from affinage.data import executor
-from affinage.data.files import CACHE_VARIABLE, cached, cached_path, version_of
+from affinage.data.files import CACHE_VARIABLE, cached, cached_path
 from affinage.errors import UserError
 from hub_server import Fault
 from source_forms import collected
@@ -74,12 +73,6 @@ def test_what_the_server_refuses(server, status, tmp_path):
     assert url_of(server) in str(error) and error.fix
     with pytest.raises(UserError, match=r"cannot reach .*lines.jsonl"):
         collected(tmp_path / "one", url_of(server))
-
-
-def test_a_bucket_is_read_in_place(tmp_path):
-    fsspec.filesystem("memory").pipe("/bucket/a.jsonl", CONTENT)
-    assert len(collected(tmp_path / "out", "memory://bucket/a.jsonl")[1]) == 3_000
-    assert version_of("memory://bucket/a.jsonl") and not (tmp_path / "cache" / "files").exists()
 
 
 def test_a_recipe_reads_a_web_address_the_second_time_from_the_cache(server, tmp_path):

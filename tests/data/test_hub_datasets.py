@@ -104,8 +104,3 @@ def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix, monkeypatch
     with pytest.raises(UserError) as error:
         at_commit(settings, "data.sources[0]")
     assert words in error.value.what and error.value.where == "data.sources[0]" and fix in error.value.fix
-
-
-def test_a_dataset_is_read_at_the_commit_that_it_is_at_now(hub):
-    commit = hub.repositories["datasets/some/data"].branches["main"]
-    assert at_commit(SourceSettings(dataset="some/data"), "").revision == commit

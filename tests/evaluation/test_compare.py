@@ -48,9 +48,8 @@ def test_a_few_items_prove_little_and_identical_answers_differ_in_nothing(tmp_pa
 
 def test_answers_read_by_two_filters_are_two_scores_of_the_same_items(tmp_path):
     def of(name, **right):
-        rows = [
-            {"hash": f"{n}", "filter": f, "exact_match": value} for f, s in right.items() for n, value in enumerate(s)
-        ]
+        scored = ((n, kind, value) for kind, values in right.items() for n, value in enumerate(values))
+        rows = ({"hash": f"{n}", "filter": kind, "exact_match": value} for n, kind, value in scored)
         return lines(tmp_path / name, "gsm8k", *rows)
 
     found = compare(of("a", strict=(0, 0, 1), flexible=(1, 1, 1)), of("b", strict=(1, 0, 1), flexible=(1, 1, 1)))

@@ -87,16 +87,14 @@ def test_cached_decoding_is_the_full_pass(name):
     column = jnp.arange(8)[None]
     # Prompts of different lengths, filled up on the right with tokens that are not there (position -1).
     positions = jnp.where(column < prompts[:, None], column, -1)
-    prefilled, cache = logits(
-        graph, params, {"tokens": tokens[:, :8], "positions": positions}, cache=init_cache(graph, 3, length + 3)
-    )
+    batch = {"tokens": tokens[:, :8], "positions": positions}
+    prefilled, cache = logits(graph, params, batch, cache=init_cache(graph, 3, length + 3))
     for row, prompt in enumerate(np.asarray(prompts)):
         np.testing.assert_allclose(prefilled[row, :prompt], full[row, :prompt], atol=2e-5)
     for step in range(3):
         at = (prompts + step)[:, None]
-        new, cache = logits(
-            graph, params, {"tokens": jnp.take_along_axis(tokens, at, axis=1), "positions": at}, cache=cache
-        )
+        batch = {"tokens": jnp.take_along_axis(tokens, at, axis=1), "positions": at}
+        new, cache = logits(graph, params, batch, cache=cache)
         np.testing.assert_allclose(new[:, 0], jnp.take_along_axis(full, at[..., None], axis=1)[:, 0], atol=2e-5)
 
 

@@ -8,10 +8,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from synthetic_run import write_json
 
+from affinage.config.load import load_recipe
+from affinage.hardware.chips import find_slice
+from affinage.planning.plan import make_plan, planned_graph
 from affinage.report import collect_facts, render
 from affinage.report.card import card_facts
 from affinage.report.comparison import Entrant, comparison
+from affinage.report.facts import read_training
 from affinage.report.page import summary
+from affinage.results import TrainingResult
 
 anything = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text("ab<é\x00", max_size=5),
@@ -109,3 +114,45 @@ def test_the_card_says_the_same_as_the_page_without_the_clock(facts):
     assert told.summary == summary(facts, "en", timed=False) and " in " not in told.summary
     assert told.results["sft"]["lambada_openai"]["perplexity"]["value"] == pytest.approx(52.4)
     assert told.sources[0]["documents"] == 10_690 and told.training["Pretraining: steps"] == 600
+
+
+SMALL = Path(__file__).parents[1] / "planning" / "small.yaml"
+SUMMARY = {
+    "steps": 100,
+    "tokens": 100 * 64 * 512,
+    "seconds": {"compute": 2.0, "data": 0.5, "compile": 7.5, "total": 10.0},
+    "memory": {"peak_bytes": 3 * 10**9},
+    "devices": {"kind": "TPU v4", "count": 16, "mesh": {"fsdp": 16}},
+}
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    """A run of the small recipe on 16 chips, as its stages would have left it."""
+    loaded, folder = load_recipe(SMALL), tmp_path / "small" / "pretrain"
+    folder.mkdir(parents=True)
+    (folder.parent / "recipe.json").write_text(json.dumps(loaded.recipe.model_dump(mode="json")))
+    (folder / "model.json").write_text(json.dumps({"graph": planned_graph(loaded).to_dict(), "context": 512}))
+    (folder / "result.json").write_text(json.dumps(SUMMARY))
+    (folder / "manifest.json").write_text(json.dumps({"step": "pretrain", "key": "0" * 64}))
+    return folder.parent
+
+
+def test_it_is_the_plan_of_the_slice_beside_what_was_measured(planned: Path):
+    loaded = load_recipe(SMALL)
+    plan = make_plan(loaded.recipe, planned_graph(loaded), find_slice("v4-32"))
+    facts = collect_facts(planned)
+    predicted = facts.trainings[0].predicted
+    expected = {"step_seconds": plan.time.seconds, "seconds": plan.seconds, "memory": plan.memory.total}
+    expected["tokens_per_second"] = plan.tokens_per_second
+    assert {name: predicted[name] for name in expected} == pytest.approx(expected)
+    page = render(facts)
+    assert "time of a step" in page and "25.0\u202fms" in page and "75.0%" in page  # the last: of compilation
+
+
+@pytest.mark.parametrize(("name", "changed"), [("dpo", {}), ("pretrain", {"devices": {"kind": "TPU v4", "count": 7}})])
+def test_what_the_planner_does_not_know_is_left_out(planned: Path, name: str, changed: dict):
+    recipe = json.loads((planned / "recipe.json").read_text())
+    result = TrainingResult.model_validate(SUMMARY | changed)
+    for saved in (recipe, {"pretrain": "of another version"}):
+        assert read_training(name, planned / "pretrain", result, saved).predicted == {}

@@ -1,14 +1,11 @@
 """A tracker that is slow, fails or hangs takes nothing from the training and is told of once."""
 
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
-
 from affinage import tracking
 from affinage.errors import UserError
 from affinage.tracking import TrackedRun, Trackers, metrics_of, tracker, trackers_of

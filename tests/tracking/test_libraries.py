@@ -3,15 +3,12 @@
 import json
 import os
 import sqlite3
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
-
 from affinage import tracking
 from affinage.tracking import TrackedRun, trackers_of
 from affinage.training import train

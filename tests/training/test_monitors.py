@@ -2,17 +2,13 @@
 
 import signal
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-import tiny
 
+import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import Preempted
 from affinage.training import train
-from affinage.training.state import TrainState
-from curves import curve
 
 BATCHES, LAST = 5, 4
 
@@ -30,7 +26,7 @@ class EndsAt:
     def due(self, step: int) -> bool:
         return step % 2 == 0
 
-    def look(self, step: int, state: TrainState, stop: Callable[[], bool]) -> tuple[None, str]:
+    def look(self, step: int, state, stop) -> tuple[None, str]:
         for number in range(BATCHES):
             if stop():
                 return None, ""
@@ -41,13 +37,13 @@ class EndsAt:
         return None, "it was enough" if step == LAST else ""
 
 
-def trained(folder: Path, monitor: EndsAt, hook: Any = None) -> dict:
+def trained(folder, monitor: EndsAt, hook=None) -> dict:
     rhythm = {"eval_every": 100, "checkpoint": {"every_steps": 100, "keep_last": 9}}
     return train(tiny.job(folder, 10, hook, monitor=monitor, validation={"held-out": tiny.HeldOut()}, **rhythm))
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory):
     """A training that its monitor ends, and nobody else."""
     monitor, folder = EndsAt(), tmp_path_factory.mktemp("whole")
     summary = trained(folder, monitor)
@@ -56,7 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.full), LAST])
-def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: int, whole: Path, tmp_path: Path):
+def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: int, whole, tmp_path):
     monitor = EndsAt(interrupted_at=at)
     with pytest.raises(Preempted):
         trained(tmp_path, monitor)
@@ -66,5 +62,5 @@ def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: i
     ended = trained(tmp_path, again, lambda step, _: steps.append(step))
     assert again.made == list(range(at, LAST + 1, 2)) and steps == list(range(at + 1, LAST + 1))
     assert (ended["steps"], ended["ended"]) == (LAST, "monitor")
-    assert curve(tmp_path) == curve(whole)
+    assert tiny.curve(tmp_path) == tiny.curve(whole)
     assert tiny.saved_bits(tmp_path, LAST, "params") == tiny.saved_bits(whole, LAST, "params")
