@@ -281,7 +281,7 @@ def test_values_of_the_environment_are_masked_wherever_they_stand(monkeypatch: p
     [
         "data.sources=['https://b.org/f.parquet?token=0a1b']",
         "data.sources=[{path: 'http://0a1b@127.0.0.1:8899/x.jsonl'}]",
-        "runtime.trackers.mine={uri: 'http://u:p0a1b@127.0.0.1:5000'}",
+        "runtime.trackers.mlflow={uri: 'http://u:p0a1b@127.0.0.1:5000'}",
         "description=hf_abcdefghijklmnopqrstuvwxyz",
     ],
 )
