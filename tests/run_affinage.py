@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from affinage.cli import main
+from affinage.errors import UserError
 
 Affinage = Callable[..., tuple[int, str, str]]
 
@@ -30,3 +32,10 @@ def affinage(capsys: pytest.CaptureFixture[str]) -> Affinage:
         return ended.value.code or 0, shown.out, shown.err  # type: ignore[return-value]
 
     return run
+
+
+def refused(call: Callable[..., object], *given: Any, match: Any = None, **named: Any) -> UserError:
+    """The mistake for which a call is refused; its message has `match` in it."""
+    with pytest.raises(UserError, match=match) as caught:
+        call(*given, **named)
+    return caught.value

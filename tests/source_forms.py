@@ -72,12 +72,11 @@ def dump_streams(language: str, groups: list[list[str]]) -> list[bytes]:
     return [bz2.compress(part.encode()) for part in (head, *map("".join, groups), "</mediawiki>\n")]
 
 
-def book(number: int, language: str, chapters: int = 3) -> str:
+def book(number: int, language: str) -> str:
     """A book in the form of Project Gutenberg's plain text files."""
     heading = {"English": "CHAPTER", "French": "CHAPITRE"}[language]
     code = {"English": "en", "French": "fr"}[language]
-    numbers = "I II III IV V".split()[:chapters]
-    parts = "\n\n".join(f"{heading} {n}\n\n{prose(code, number * 50 + k)}" for k, n in enumerate(numbers))
+    parts = "\n\n".join(f"{heading} {n}\n\n{prose(code, number * 50 + k)}" for k, n in enumerate(("I", "II", "III")))
     return (
         f"\ufeffThe Project Gutenberg eBook of A Tale\n\nTitle: A Tale\n\nAuthor: Nobody\n\n"
         f"Release date: May 1, 2001 [eBook #{number}]\n\nLanguage: {language}\n\n"

@@ -1,5 +1,6 @@
 """A process of ours is left only after its threads and exit handlers, and with its own status: 75, told to stop."""
 
+import ast
 import errno
 import os
 import signal
@@ -8,20 +9,22 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from affinage.errors import TransientError, UserError, of_the_machine
-from affinage.stopping import without_readers
+from affinage.config.recipe import RuntimeSettings
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, TransientError, UserError, of_the_machine
+from affinage.hardware.devices import accelerator_is_here
+from affinage.stopping import StopSignals, without_readers
+from affinage.training.watchdog import Watchdog
+from waiting import until
 
 TINY = Path(__file__).parent / "recipes" / "tiny.yaml"
 
 
-def python(program: str, *words: str, before: str = "", **options: object) -> subprocess.CompletedProcess[str]:
-    """What a program of Python said, and how it ended. `before`: what a shell does to its streams, such as `2>&-`."""
-    command = [sys.executable, "-c", program, *words]
-    shell = ["sh", "-c", f'exec "$@" {before}', "sh"] if before else []
-    given = {"capture_output": True, "text": True, "timeout": 300, **options}
-    return subprocess.run([*shell, *command], **given)  # type: ignore[call-overload]
+def python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """What a program of Python said, and how it ended."""
+    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=300)
 
 
 def begun(program: str, *words: str, **options: object) -> subprocess.Popen[str]:
@@ -78,14 +81,6 @@ with without_readers():
             print("saving", str(why)[:7], flush=True)
         sys.exit(75)
 """
-
-
-def test_a_line_that_nobody_reads_does_not_keep_it_from_saving():
-    process = begun(STOPPED)
-    assert process.stdout is not None
-    process.stdout.close()  # as when the one that started it, and reads its output, is killed
-    process.terminate()
-    assert process.wait(timeout=300) == 75
 
 
 @pytest.mark.parametrize("before", ["pass", "sys.stderr.close()"])
@@ -200,3 +195,113 @@ def test_output_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch):
 def test_a_disk_behind_a_network_may_come_back_and_a_full_one_does_not(number: int, passes: bool):
     message = of_the_machine(OSError(number, os.strerror(number), "runs"))
     assert isinstance(message, UserError) and isinstance(message, TransientError) == passes
+
+
+IN_NATIVE_CODE = """
+import hashlib, pathlib
+from affinage.config.recipe import RuntimeSettings
+from affinage.errors import Preempted
+from affinage.stopping import StopSignals, leave
+from affinage.training.watchdog import Watchdog
+stop = Watchdog('run', pathlib.Path(), RuntimeSettings(preemption_grace=1))
+with StopSignals(), stop:
+    try:
+        print("begun", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)  # native code for minutes, like a compiler
+    except Preempted as told:  # the signal came before it
+        leave(str(told))
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps_to_lose", "number", "again", "status", "stacks"),
+    [
+        pytest.param(False, signal.SIGTERM, False, EXIT_PREEMPTED, False, id="nothing to save: at once"),
+        pytest.param(True, signal.SIGTERM, True, EXIT_PREEMPTED, True, id="after the grace"),
+        pytest.param(True, signal.SIGINT, True, 130, False, id="by hand: the second time"),
+    ],
+)
+def test_native_code_that_does_not_end_is_left(steps_to_lose: bool, number: int, again: bool, status, stacks):
+    known = "stop.steps_to_lose = True; " if steps_to_lose else ""
+    command = [sys.executable, "-c", IN_NATIVE_CODE.replace("print", f"{known}print")]
+    process, late = subprocess.Popen(command, stdout=-1, stderr=-1, text=True), time.monotonic() + 300
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    computes = psutil.Process(process.pid)
+    before = computes.cpu_times().user
+    until(lambda: computes.cpu_times().user >= before + 0.2)  # it is in native code
+    process.send_signal(number)
+    while again and process.poll() is None and time.monotonic() < late:
+        time.sleep(2.5)  # more than what counts as one press
+        process.send_signal(number)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == status
+    assert ('File "<string>", line 11 in <module>' in said) == stacks
+
+
+def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow(tmp_path: Path):
+    with StopSignals() as signals:
+        signals.raise_pending()
+        with Watchdog("run", tmp_path, RuntimeSettings(preemption_grace=600.0)):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Preempted):
+            signals.raise_pending()
+
+
+# ---- what people and programs meet at the terminal
+
+
+AFFINAGE = [sys.executable, "-m", "affinage"]
+SCHEMA = [*AFFINAGE, "config", "schema"]
+
+
+def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(SCHEMA, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert ended.returncode == 2 and "no space left on device" in ended.stderr and "Traceback" not in ended.stderr
+    process = subprocess.Popen(SCHEMA, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    _, said = process.communicate(timeout=300)
+    assert "Traceback" not in said and "BrokenPipe" not in said
+
+
+def test_an_interrupted_verb_ends_with_its_status_and_leaves_nothing_behind(tmp_path: Path):
+    command = [*AFFINAGE, "world", "mine", "--megabytes", "200"]
+    started = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    until(lambda: (tmp_path / "mine").exists() or started.poll() is not None)
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=300)
+    assert started.returncode == EXIT_INTERRUPTED and "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+IMPORTED = f"""
+import os, sys
+from affinage.cli import main
+def run(*words):
+    try: main(list(words))
+    except SystemExit: return [name for name in sys.argv[1:] if name in sys.modules]
+told = {{"--help": run("--help"), "modules": len(sys.modules), "data": run("data", {str(TINY)!r}, "--dry-run")}}
+told["wrong"] = run("plan", "quickstrat", "--on", "v4-8") + run("plan", "quickstart", "--on", "v9-8")
+told["no model"] = run("chat", "nobody") + run("serve", "nobody") + run("checkpoint", "show", "nobody")
+told["no run"] = run("eval", "quickstart", "--tasks", "x") + run("compare", "a", "b") + run("report", "quickstart")
+sys.modules |= dict.fromkeys(["libtpu", "jax_cuda12_plugin"])  # importing them is an ImportError
+told["plan"] = run("plan", "quickstart", "--on", "v4-8", "--set", "mesh.data=4")
+told["platforms"] = os.environ.get("JAX_PLATFORMS")
+print(told, file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(accelerator_is_here(), reason="JAX then looks for what is here")
+def test_nothing_heavy_is_imported_before_it_is_needed_and_no_tpu_is_looked_for(tmp_path: Path):
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").touch()
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
+    heavy = ["jax", "numpy", "pyarrow", "pydantic", "lm_eval", "transformers", "torch"]
+    command = [sys.executable, "-c", IMPORTED, *heavy]
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
+    told = ast.literal_eval(shown.stderr.splitlines()[-1])
+    assert told.pop("--help") == [] and told.pop("modules") < 500
+    assert told.pop("platforms") == "cpu" and "jax" in told.pop("plan") and "quickstart on v4-8" in shown.stdout
+    assert not [words for words, found in told.items() if "jax" in found], "mistakes are told before JAX is imported"

@@ -16,6 +16,7 @@ from affinage.checkpoint.metadata import METADATA
 from affinage.checkpoint.remote import RemoteFolder, Uploader, download_newest, is_inside
 from affinage.checkpoint.store import COMMIT
 from affinage.errors import UserError
+from run_affinage import refused
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=HERE)}}
@@ -86,9 +87,7 @@ def test_a_machine_without_it_gets_the_newest_checkpoint_and_what_is_beside_it(a
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", COMMIT])
-def test_what_a_kill_cuts_off_on_the_way_back_is_fetched_by_the_next_start(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
-):
+def test_what_a_kill_cuts_off_on_the_way_back_is_fetched_by_the_next_start(url: str, tmp_path, monkeypatch, missing):
     here, there, get = tmp_path / "here", tmp_path / "there", RemoteFolder.get
     saved(here, 1, 2)
     (here / "metrics.jsonl").write_text("{}\n")
@@ -106,18 +105,6 @@ def test_what_a_kill_cuts_off_on_the_way_back_is_fetched_by_the_next_start(
         download_newest(url, there, print)
     assert_brings(url, there, 2)
     assert (there / "metrics.jsonl").read_text() == "{}\n"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("any_url", ["gs"], indirect=True)
-def test_contents_arrive_as_they_are(any_url: str, tmp_path: Path):
-    folder, file = RemoteFolder(any_url), tmp_path / "a file"
-    # Two of these are the lines between which gcsfs puts what it sends.
-    for contents in (b"", b"\r\n", b"--", b"a text\n--==0==--", b"\n--==0==\nmore", b"\r\n--==0==--\r\n"):
-        file.write_bytes(contents)
-        folder.write("written", contents)
-        folder.put(file, "put")
-        assert [folder.read(name) for name in ("written", "put")] == 2 * [contents]
 
 
 @pytest.mark.parametrize("any_url", ["gs"], indirect=True)
@@ -157,9 +144,7 @@ def test_the_step_before_a_damaged_copy_is_taken(url: str, tmp_path: Path, damag
     assert_brings(url, tmp_path / "there", 1)
 
 
-def test_a_copy_that_is_cut_off_is_not_taken_and_is_tried_again(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_copy_that_is_cut_off_is_not_taken_and_is_tried_again(url: str, tmp_path: Path, monkeypatch):
     here, lines, write = tmp_path / "here", [], RemoteFolder.write
     uploader = Uploader(url, here)
     saved(here, 1, uploader=uploader, settles=True)
@@ -224,9 +209,7 @@ def test_whoever_takes_a_step_gets_the_metrics_up_to_it(url: str, tmp_path: Path
     assert copied == {"1": b"1\n", "2": b"1\n2\n"}
 
 
-def test_a_step_that_a_rollback_replaces_during_its_copy_is_copied_again(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_step_that_a_rollback_replaces_during_its_copy_is_copied_again(url: str, tmp_path: Path, monkeypatch):
     put, here = RemoteFolder.put, tmp_path / "here"
     uploader = Uploader(url, here)
     saved(here, 1, 2)
@@ -269,12 +252,10 @@ def test_the_rules_for_what_stays_hold_there_too(url: str, tmp_path: Path):
 
 
 def test_who_cannot_be_reached_at_the_start_is_named(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(UserError, match="memoryy://x"):
-        Uploader("memoryy://x", tmp_path)
+    refused(Uploader, "memoryy://x", tmp_path, match="memoryy://x")
     fails = lambda *_: (_ for _ in ()).throw(UserError("nobody answers"))  # noqa: E731
     monkeypatch.setattr(RemoteFolder, "write", fails)
-    with pytest.raises(UserError, match="nobody answers"):
-        Uploader(url, tmp_path).start()
+    refused(lambda: Uploader(url, tmp_path).start(), match="nobody answers")
 
 
 def test_names_that_lead_elsewhere_are_not_followed():

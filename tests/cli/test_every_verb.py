@@ -86,18 +86,3 @@ def test_generate_writes_a_json_document_for_each_prompt(here: Path, affinage):
     told = [json.loads(line) for line in out.splitlines()]
     assert status == 0 and [one["prompt"] for one in told] == ["The capital", "La monnaie"]
     assert {one["finish_reason"] for one in told} <= {"length", "eos", "stop"} and told[0]["model"] == "tiny/dpo"
-
-
-def test_a_dry_run_writes_nothing(tmp_path: Path, affinage, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    status, out, _ = affinage("sweep", *WORDS, "--set", "sweep={dpo.steps: [4, 6]}", "--dry-run", "--json")
-    assert status == 0 and json.loads(out) and not list(tmp_path.iterdir())
-
-
-def test_what_was_exported_is_imported(here: Path, affinage):
-    status, out, err = affinage("import", "runs/tiny/export/model", "--to", "mine")
-    assert status == 0 and "mine" in out, err
-    first, second = (
-        affinage("generate", model, "The capital", "--max-new-tokens", "6")[1] for model in ("tiny", "mine")
-    )
-    assert first == second

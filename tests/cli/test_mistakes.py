@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.launch import launch
 from affinage.errors import Preempted
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
@@ -121,15 +120,3 @@ def test_each_ending_has_its_status(error, status, held, not_held, affinage, mon
     monkeypatch.setattr("affinage.cli.chat.opened", opened)
     found, _, said = affinage("chat", "m", "hello")
     assert found == status and held in said and not_held not in said
-
-
-def test_launch_starts_what_its_help_says_and_what_may_be_meant(affinage, monkeypatch):
-    started: list[list[str]] = []
-    monkeypatch.setattr(
-        "affinage.cluster.launch.supervise", lambda launcher, words, *_, **__: started.append(words) or 0
-    )
-    [example] = re.findall(r"Example: affinage launch (quickstart.*)", launch.__doc__ or "")
-    one, no_training = "quickstart --processes 1 --devices 4", "quickstart --processes 2 --devices 4 --until tokenize"
-    for words in (example, one, no_training, "quickstart --processes 2"):
-        assert affinage("launch", *shlex.split(words))[0] == 0
-    assert len(started) == 4 and all(words[0] == "run" for words in started)

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.output import emit
-from affinage.cli.sweep import scores_view
 from tiny_run import RECIPE, WORDS
 
 
@@ -52,18 +50,6 @@ def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
     assert status == 2 and "tiny-001 failed" in said and "had to be skipped" in diverged["error"]
     assert "error" not in trained and trained["losses"] and not diverged["losses"]
     assert json.loads((own_runs / "tiny" / "sweep.json").read_text()) == [diverged, trained]
-
-
-def test_a_score_that_was_asked_in_the_chat_template_is_marked(capsys):
-    def point(templated: bool) -> dict:
-        score = {"metric": "acc", "value": 0.5, "stderr": 0.05, "chance": 0.25, "chat_template": templated}
-        return {"point": 1, "run": "r", "settings": {}, "losses": {}, "scores": {"capitals": score}}
-
-    emit({}, False, scores_view([point(False), point(True)]))
-    shown = capsys.readouterr().out
-    assert [*map(str.split, shown.splitlines()[1:3])] == [["r", "50.0", "±", "5.0"], ["r", "50.0", "±", "5.0", "†"]]
-    emit({}, False, scores_view([point(False)]))
-    assert "†" in shown and "†" not in capsys.readouterr().out
 
 
 def test_a_mistyped_setting_of_a_grid_is_named_with_its_line(tmp_path: Path, monkeypatch, affinage):

@@ -1,44 +1,53 @@
-"""A small training in one or several processes, of `affinage launch`.
+"""A small training in one or several processes, of `affinage launch`, that are killed or told to stop.
 
     python -m training_process JOB
 
-is one of the processes. JOB is JSON: `folder`, `steps`, `settings`, `nonfinite` (steps whose last row has a loss that
-is not finite), `pause` (seconds after each step) and `hurt`: for each start a process, the step after which it hurts
-itself, and a signal's number, or 0 if it sleeps.
+is one of the processes. JOB is JSON: `folder`, `steps`, `settings`, `runtime`, `nonfinite` (steps whose last row has a
+loss that is not finite), `pause` (seconds after each step), and of this start its number, `start`, and `hurt`: a
+process, where it hurts itself (after a step, or in a phase), and a signal's number, or 0 if it sleeps.
 """
 
 import json
 import math
 import os
+import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 import tiny
-
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.metadata import compare
 from affinage.cluster.launch import WorkerGroup, cpu_devices, start_processes, supervise
 from affinage.cluster.processes import Processes, init_distributed
 from affinage.errors import EXIT_PREEMPTED, Preempted
+from affinage.hardware.devices import Hardware
 from affinage.stopping import StopSignals, left_when_done
 from affinage.training import train
-from curves import curve
+from affinage.training.evaluator import Evaluator
+from affinage.training.metrics import MetricLogger
+from affinage.training.trainer import Trainer
 
 DEVICES = 4  # of all processes together
+BEFORE_STEPS = ("start", "first batch", "compilation", "restore")  # phases in which there is nothing to save
 
 
 class Training:
     """Starts a training, see `affinage.cluster.launch.supervise`. `more` is of the job.
 
-    `hurts`: what processes do to themselves, one for each start: process, step, signal.
+    `hurts`: what processes do to themselves, one for each start: process, step or phase, signal.
     """
 
     def __init__(
-        self, folder: Path, steps: int, workers: int = 2, hurts: Sequence[tuple[int, int, int]] = (), **more: object
+        self,
+        folder: Path,
+        steps: int,
+        workers: int = 2,
+        hurts: Sequence[tuple[int, int | str, int]] = (),
+        **more: object,
     ) -> None:
         self.workers, self.folder, self.hurts, self.said, self.starts = workers, folder, list(hurts), [], 0
         self._job = {"folder": str(folder), "steps": steps, **more}
@@ -59,7 +68,12 @@ class Training:
 
     def made(self, start: int, process: int) -> list[int]:
         """The steps that a process made in a start."""
-        return [int(line) for line in _made(self.folder, start, process).read_text().splitlines()]
+        file = _made(self.folder, start, process)
+        return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def newest(self) -> int:
+        """The last step that is saved, or 0."""
+        return max([0, *CheckpointStore(self.folder / "checkpoints").steps()])
 
 
 def ended_alike(one: Path, other: Path, step: int) -> bool:
@@ -67,7 +81,7 @@ def ended_alike(one: Path, other: Path, step: int) -> bool:
     first, second = (CheckpointStore(folder / "checkpoints").metadata(step) for folder in (one, other))
     found = compare(first, second)["arrays"]
     same = bool(found["same"]) and not found["different"] and not found["only"]
-    return same and curve(one) == curve(other) and len(curve(one)) > 1
+    return same and tiny.curve(one) == tiny.curve(other) and len(tiny.curve(one)) > 1
 
 
 def _made(folder: Path, start: int, process: int) -> Path:
@@ -81,7 +95,7 @@ class Feed(tiny.RandomFeed):
         super().__init__()
         self._nonfinite = nonfinite
 
-    def batch(self, step: int) -> dict[str, Any]:
+    def batch(self, step: int) -> dict:
         batch = super().batch(step)
         if step + 1 in self._nonfinite:
             batch["loss_mask"][-1] = math.nan
@@ -96,14 +110,16 @@ class Feed(tiny.RandomFeed):
 def main(job: dict) -> None:
     """Train as one of the processes that the environment names."""
     folder = Path(job["folder"])
+    process, place, number = job["hurt"] or (None, None, 0)
+    if isinstance(place, str):
+        _signal_in(place, number)
 
     def on_step(step: int, state: object) -> None:
         index = Processes.current.index
         with _made(folder, job["start"], index).open("a") as file:
             print(step, file=file)
-        time.sleep(job.get("pause", 0.0))
-        process, at, number = job["hurt"] or (None, None, 0)
-        if (index, step) == (process, at):
+        time.sleep(job.get("pause", 0.005))
+        if (index, step) == (process, place):
             os.kill(os.getpid(), number) if number else time.sleep(3600)
 
     training = tiny.job(
@@ -121,6 +137,42 @@ def main(job: dict) -> None:
     )
     with StopSignals(), init_distributed(training.runtime.heartbeat_timeout):
         train(training)
+
+
+def _signal_in(phase: str, number: int) -> None:
+    """Have the first call of a phase's function send this process a signal, up to 20 ms later; a kill may come later.
+
+    The phase is not over before another signal came; where there is nothing to save, the process waits to be left.
+    """
+    place, name = {
+        "start": (Hardware, "acquire"),
+        "first batch": (tiny.RandomFeed, "batch"),
+        "compilation": (Trainer, "compile_training"),
+        "restore": (CheckpointStore, "restore_newest"),
+        "step": (MetricLogger, "log"),
+        "evaluation": (Evaluator, "validate"),
+        "save": (CheckpointStore, "save"),
+    }[phase]
+    function, begun, kills = getattr(place, name), threading.Event(), number == signal.SIGKILL
+
+    def signal_now() -> None:
+        print(f"signal in {phase}", flush=True)
+        os.kill(os.getpid(), number)
+
+    def with_signal(*args: object, **kwargs: object) -> object:
+        if begun.is_set():
+            return function(*args, **kwargs)
+        begun.set()
+        latest = (1.0 if phase in BEFORE_STEPS else 0.15) if kills else 0.02
+        thread = threading.Timer(random.uniform(0.0, latest), signal_now)
+        thread.start()
+        result = function(*args, **kwargs)
+        if not kills:
+            thread.join()
+            time.sleep(3600 if phase in BEFORE_STEPS else 0)
+        return result
+
+    setattr(place, name, with_signal)
 
 
 if __name__ == "__main__":

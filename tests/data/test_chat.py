@@ -1,12 +1,16 @@
 """Conversations in ChatML, against their text written as plainly as can be and against its Jinja template."""
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from template_forms import PIECES, PLAIN, ours, with_template
 
-from affinage.data.chat import chat_template, encode_conversation, encode_prompt
+from affinage.data.chat import ChatTemplate, chat_template, encode_conversation, encode_prompt
 from affinage.data.special_tokens import IM_END
-from affinage.data.tokenizer import Tokenizer
+from run_affinage import refused
 
 TALK = [
     {"role": "user", "content": "Was the cat  there ?"},
@@ -25,9 +29,7 @@ def render(messages: list[dict[str, str]], system_prompt: str) -> str:
 
 @pytest.mark.parametrize("system_prompt", ["", "Say \"yes\" \\ or 'no'.\nThe {{ 1 }} {% raw %}"])
 @pytest.mark.parametrize("talk", [TALK, [OWN, *TALK[:2]]], ids=["turns", "system"])
-def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained(
-    tokenizer: Tokenizer, talk: list[dict[str, str]], system_prompt: str
-):
+def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained(tokenizer, talk, system_prompt: str):
     tokens, trained = found = encode_conversation(talk, tokenizer, system_prompt)
     prompt = encode_prompt(talk[:-1], tokenizer, system_prompt)
     if tokenizer.kind == "bpe":
@@ -41,3 +43,66 @@ def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained
     exported.use_template(chat_template(system_prompt))
     assert exported.template.render(talk) == render(talk, system_prompt)
     assert encode_conversation(talk, exported, "") == found and encode_prompt(talk[:-1], exported, "") == prompt
+
+
+# ---- what a chat template may do: see test_loss_mask for what is trained in it
+
+
+@pytest.mark.parametrize("form", ["qwen3", "mistral"])  # byte-level BPE, and byte fallback
+def test_tokens_of_parts_of_characters_count_their_bytes_once(form: str):
+    tokenizer = ours(form)
+    text = "Ça coûte 5 € : naïf 🧀, 日本語."
+    ids = tokenizer.encode(text)
+    assert any("\ufffd" in tokenizer.decode([token]) for token in ids)
+    decoded = tokenizer.decode(ids)
+    assert decoded.strip() == text  # one of them puts a space before it
+    assert tokenizer.piece_bytes[ids].sum() == len(decoded.encode())
+
+
+def test_conversations_that_several_threads_encode_do_not_mix():
+    tokenizer = ours("qwen3")
+    asked = [[{"role": "user", "content": f"{number} + 7 user Paris" * number}] for number in range(1, 9)]
+    wanted = [encode_prompt(each, tokenizer, "") for each in asked]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # as many clients of a server do it by their number
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            told = list(threads.map(lambda number: encode_prompt(asked[number % 8], tokenizer, ""), range(400)))
+    finally:
+        sys.setswitchinterval(before)
+    assert told == wanted * 50
+
+
+def test_answers_end_with_their_turn_and_documents_with_a_token_that_no_conversation_holds():
+    """Where </s> ends a turn or a thought, it would hide the turn before from the one after."""
+    written = "{% for message in messages %}{{ message.content + '<|im_end|>' }}{% endfor %}"
+    thinking = written.replace("{{", "{{ (message.reasoning_content or '') + '</s>' +")
+    ends = [with_template(source).conversation_marks.end for source in (written, thinking)]
+    controls = ours("qwen3").controls
+    assert controls["<|im_end|>"] in ours("qwen3").stops and controls["<|eot_id|>"] in ours("llama3").stops
+    assert ends == [controls["</s>"], controls["<pad>"]]
+    assert all(ours(form).conversation_marks.end != ours(form).controls["</s>"] for form in PIECES)
+
+
+@pytest.mark.parametrize("act", [
+    lambda: ChatTemplate("{% for message in messages %}", ours("qwen3")),
+    lambda: encode_conversation([PLAIN[0], PLAIN[0]], ours("mistral"), ""),  # turns must alternate
+    lambda: encode_prompt(PLAIN[:1], ours("mistral"), "Be kind."),  # no system message
+])  # fmt: skip
+def test_what_a_template_refuses_is_told_of_it(act):
+    assert refused(act).where == "chat_template"
+
+
+HOSTILE = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ lipsum.__globals__['os'].popen('touch HERE').read() }}",
+    "{{ messages.append({'role': 'user', 'content': 'more'}) }}",
+]
+
+
+@pytest.mark.parametrize("source", HOSTILE)
+def test_a_hostile_template_gets_nowhere(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    messages = [dict(PLAIN[0])]
+    refused(lambda: ChatTemplate(source, ours("qwen3")).render(messages))
+    assert messages == PLAIN[:1] and not list(tmp_path.iterdir())

@@ -16,6 +16,7 @@ import zstandard
 
 from affinage.data import ingest as ingesting
 from affinage.data import readers
+from affinage.data.files import version_of
 from affinage.errors import UserError
 from source_forms import collected, write_lines
 
@@ -70,7 +71,7 @@ def test_globs_roots_names_and_urls(tmp_path):
     assert found == [*(("books", f"{name}.txt") for name in ("odd[1]", "one", "two")), ("odd", "odd[1].txt")]
     fsspec.filesystem("memory").pipe("/corpus/a.jsonl", jsonl())
     for url in ("memory://corpus/a.jsonl", "memory://corpus"):
-        assert len(run(tmp_path, url)[1]) == 2
+        assert len(run(tmp_path, url)[1]) == 2 and len(version_of(url)) == 32
     url = f"file://{tmp_path}/books/one.txt"
     assert [row["source"] for row in run(tmp_path, url, url, root="/elsewhere")[1]] == ["one", "one-2"]
 
@@ -100,12 +101,8 @@ def test_what_a_record_says_of_itself_is_carried(tmp_path):
 
 
 def test_bad_records_are_counted_with_their_place(tmp_path):
-    bad = {
-        b'{"text": "broken': "not JSON",
-        b"[" * 100_000: "not JSON",
-        b"\0\0\0": "not JSON",
-        b'["a"]': "not a JSON object",
-    }
+    bad = dict.fromkeys([b'{"text": "broken', b"[" * 100_000, b"\0\0\0"], "not JSON")
+    bad |= {b'["a"]': "not a JSON object"}
     bad |= {b'{"body": "x"}': "no text key", b'{"\\ud83d": 1}': "no text key", b'{"text": 5}': "text is not a string"}
     bad |= {b'{"text": "  "}': "empty", b'{"text": "caf\xe9"}': "not UTF-8"}
     lines = [b'{"text": "good one"}', *bad, b"", b'{"text": "lone \\ud800 half"}']

@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
 
-from affinage.cli.watch import headline
 from affinage.config.data import DecontaminateSettings
 from affinage.data.decontaminate import (
     KEY,
@@ -29,8 +27,7 @@ from affinage.data.decontaminate import (
     write_items,
 )
 from affinage.data.special_tokens import BOS, EOS, PAD
-from affinage.errors import UserError
-from affinage.results import DocumentsResult
+from run_affinage import refused
 from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
 from token_rows import write_tokens
@@ -96,9 +93,8 @@ def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
     items = [BenchmarkItem("quiz", "7", (QUESTION,)), BenchmarkItem("qui", "8", (FRENCH, "Un autre texte"))]
     quoted = QUESTION.upper().replace(",", " –").replace(" ", "\n")
     both = f"{FRENCH} {filler(4)} {QUESTION}"
-    summary, rows = run(
-        tmp_path, [filler(0), f"{filler(1)} {quoted} {filler(2)}", filler(3), both, QUESTION[:60]], items
-    )
+    texts = [filler(0), f"{filler(1)} {quoted} {filler(2)}", filler(3), both, QUESTION[:60]]
+    summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == ["d0", "d2", "d4"]
     assert summary["removed"] == {"in a benchmark": 2} and summary["documents_out"] == 3
     matches = pq.read_table(tmp_path / "out" / "matches.parquet").to_pylist()
@@ -120,24 +116,19 @@ def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == [f"d{k}" for k in range(13)]  # only the item's own words count
     assert summary["benchmarks"]["b"]["common"] == 1, "the famous one is named"
-    shown = ", ".join(headline(DocumentsResult.model_validate(summary)))
-    assert "1 in so many documents that they are no match" in shown
 
 
 def test_items_from_files(tmp_path):
     lines = '{"id": "q1", "question": "Qui ?", "choices": {"text": ["a", "b"], "n": 3}}\n\n{"x": "y"}\n'
     (tmp_path / "quiz.jsonl").write_text(lines)
     (tmp_path / "quiz.txt").write_text("one\n\ntwo\n")
-    assert list(read_items(str(tmp_path / "quiz.jsonl"))) == [
-        BenchmarkItem("quiz.jsonl", "q1", ("q1", "Qui ?", "a", "b")),
-        BenchmarkItem("quiz.jsonl", "2", ("y",)),
-    ]
+    expected = [BenchmarkItem("quiz.jsonl", *item) for item in (("q1", ("q1", "Qui ?", "a", "b")), ("2", ("y",)))]
+    assert list(read_items(str(tmp_path / "quiz.jsonl"))) == expected
     assert [item.texts for item in read_items(str(tmp_path / "quiz.txt"))] == [("one",), ("two",)]
     (tmp_path / "bad.jsonl").write_text("{}\nno json\n")
     (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n")
     for name in ("bad.jsonl", "deep.jsonl", "none.txt", "x.csv"):
-        with pytest.raises(UserError, match=name):
-            list(read_items(str(tmp_path / name)))
+        refused(list, read_items(str(tmp_path / name)), match=name)
 
 
 PLACES = "the capital of France is Paris and its river the Seine runs through nineteen bridges to the sea".split()

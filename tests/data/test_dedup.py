@@ -91,12 +91,8 @@ def test_recall_and_precision_over_planted_pairs(planted):
 
 def test_padding_and_markup_do_not_win_over_clean_text():
     clean = " ".join(f"word{i}" for i in range(60)) + " fin déjà."
-    dirty = [
-        clean + "\u3000" * 300,
-        clean.replace("déjà", "d&eacute;j&agrave;"),
-        f"<p>{clean}</p>",
-        clean.upper() + " ",
-    ]
+    dirty = [clean + "\u3000" * 300, f"<p>{clean}</p>", clean.upper() + " "]
+    dirty.append(clean.replace("déjà", "d&eacute;j&agrave;"))
     for position in range(5):
         texts = [*dirty[:position], clean, *dirty[position:]]
         assert set(find(texts)[1].values()) == {f"{position:06d}"}
@@ -148,11 +144,8 @@ def test_what_stays_is_what_the_rule_says(corpus, files, rng):
 def test_exact_copies_differ_in_case_and_white_space_only():
     texts = ["Some words, here", "some words,\n here", "some words here!", "other words there"]
     _, _, removed = run([{"text": text} for text in texts])
-    assert [(row["id"], row["duplicate_of"], row["exact"]) for row in removed] == [
-        ("d1", "d0", True),
-        ("d2", "d0", False),
-    ]
-    assert {row["jaccard"] for row in removed} == {1.0}
+    found = [(row["id"], row["duplicate_of"], row["exact"], row["jaccard"]) for row in removed]
+    assert found == [("d1", "d0", True, 1.0), ("d2", "d0", False, 1.0)]
     wordless = ["two words", "Two words!", "two", "...", "!!!", "", " ", "🙂🙂", "🙂"]
     assert [int(k) for k in find(wordless)[1].values()] and len(set(find(wordless)[1].values())) == 7
 

@@ -1,15 +1,21 @@
 """The filter step: each rule removes what it should, counts it, and leaves the rest repaired and identified."""
 
 import sys
+import unicodedata
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from affinage.config.data import FilterSettings, PackingSettings
+from affinage.data.code_points import count_characters, repair
 from affinage.data.filters import filter_documents, identify_language, known_languages
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.data.tokenize import tokenize
 from affinage.errors import UserError
+from run_affinage import refused
 from source_forms import collected, prose, rows_of, write_documents
 
 ENGLISH = "The committee met on Thursday to discuss how the harbour should be rebuilt before the winter storms arrive."
@@ -75,9 +81,8 @@ def test_what_a_source_declares_must_be_found_and_what_a_record_claims_is_not_be
 
 
 def test_mistakes_are_one_message(tmp_path):
-    with pytest.raises(UserError) as error:
-        run(tmp_path / "nothing", ["short", "tiny"])
-    assert "2 are too short" in error.value.what and "d0 of s: 5 characters" in error.value.what
+    error = refused(run, tmp_path / "nothing", ["short", "tiny"])
+    assert "2 are too short" in error.what and "d0 of s: 5 characters" in error.what
 
 
 def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch):
@@ -95,9 +100,8 @@ def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="GopherRepetitionFilter"):
         FilterSettings(datatrove={"ParquetWriter": {}})
     monkeypatch.setitem(sys.modules, "datatrove.pipeline.filters", None)
-    with pytest.raises(UserError) as error:
-        run(tmp_path / "missing", documents, FilterSettings(datatrove=filters))
-    assert "affinage[filters]" in error.value.fix and error.value.where == "data.filters.datatrove"
+    error = refused(lambda: run(tmp_path / "missing", documents, FilterSettings(datatrove=filters)))
+    assert "affinage[filters]" in error.fix and error.where == "data.filters.datatrove"
 
 
 def test_addresses_are_replaced_before_anything_else_sees_them(tmp_path):
@@ -127,12 +131,8 @@ def test_code_passes_cleaning_by_rules_of_its_own(tmp_path):
     (tmp_path / "symbols.txt").write_text(CODE_TEXT * 2)
     texts = [str(tmp_path / name) for name in ("text.txt", "symbols.txt")]
     collected(tmp_path / "collected", {"path": str(tmp_path / "src"), "kind": "code"}, *texts)
-    summary = filter_documents(
-        tmp_path / "collected",
-        tmp_path / "clean",
-        FilterSettings(datatrove={"GopherRepetitionFilter": {}}),
-        ("en", "fr"),
-    )
+    settings = FilterSettings(datatrove={"GopherRepetitionFilter": {}})
+    summary = filter_documents(tmp_path / "collected", tmp_path / "clean", settings, ("en", "fr"))
     left = {row["id"]: row["language"] for row in rows_of(tmp_path / "clean")}
     assert left.pop("good.py") == "code", "Gopher's rules for repetition are not for code"
     assert "code" not in left.values()
@@ -172,3 +172,43 @@ def test_languages_are_told_from_each_other_by_all_of_a_text(text, language):
     assert identify_language(text.title())[0] == language and identify_language(text.title())[1] > 0.7
     assert identify_language("") == identify_language(" \n\t") == identify_language("12 345 | 6,789 " * 30) == ("", 0.0)
     assert {language, "es"} <= known_languages()
+
+
+# ---- repair, and counting characters as Python does
+
+
+ODD = st.sampled_from(
+    [
+        *"\r\n\t\x00\x0b\x0c\x7f\x85\x92\u00ad\u200b\u200d\u2028\u2581\ufeff\ufffe\u202e éÃ©â€™ÂÅx9-",
+        *"\u0301\u0327\u1100\u1161\u11a8\u2126\U0001fffe",
+        *("\r\n", "Ã©", "â€™", "👩\u200d💻", "e\u0301", "क\u093c", "نا\u200cمه"),
+    ]
+)
+TEXTS = st.lists(st.one_of(ODD, st.characters(exclude_categories=["Cs"])), max_size=30).map("".join)
+REPAIRED = {
+    "line\r\nline\rline\n": "line\nline\nline\n",
+    "\ufeffzero\u200bwidth and soft\u00adhyphen": "zerowidth and softhyphen",
+    "nul\0 bell\a tab\t": "nul bell tab\t",
+    "e\u0301te\u0301 and e\u200b\u0301": "été and é",
+    "l\x92homme": "l’homme",
+    "l’Ã©tÃ© dernier, donâ€™t": "l’été dernier, don’t",
+    "▁piece": "_piece",
+    "« Où ? » 12\u202f345,67\u00a0€": "« Où ? » 12\u202f345,67\u00a0€",
+    "👩\u200d💻": "👩\u200d💻",
+    "page\x0cpage": "page\npage",
+}
+
+
+def test_repairs_a_reader_would_ask_for():
+    assert repair(pa.array(REPAIRED)).to_pylist() == [*REPAIRED.values()]
+    column = pa.array(["first", "second\r\n", "third\0"])[1:]  # of which slices are read at their offset
+    assert repair(column).to_pylist() == ["second\n", "third"]
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=8))
+def test_what_is_repaired_stays_so_and_is_counted_as_python_counts_it(texts):
+    repaired = repair(pa.array(texts, pa.string()))
+    for text, counts in zip(repaired.to_pylist(), count_characters(repaired).T.tolist()):
+        assert unicodedata.is_normalized("NFC", text) and not set(text) & set("\r\0\x7f\u00ad\u200b\u2028\u2581\ufeff")
+        counted = [c for c in text if not c.isspace() and unicodedata.category(c)[0] != "M"]
+        assert counts == [len(text), len(counted), sum(c.isalnum() for c in text)]

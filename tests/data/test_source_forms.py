@@ -57,12 +57,11 @@ def test_a_damaged_web_archive(tmp_path, gzipped):
         records(path)
 
 
-def archived(tmp_path, body: bytes, *headers: str, kind: str = "text/html"):
+def archived(tmp_path, body: bytes, *headers: str):
     """What is read of an archive with one page, as its server sent it."""
     told = tuple(header.split(": ") for header in headers)
-    (tmp_path / "a.warc").write_bytes(
-        web_archive([("https://a.example", body, kind, "200 OK")], gzipped=False, headers=told)
-    )
+    archive = web_archive([("https://a.example", body, "text/html", "200 OK")], gzipped=False, headers=told)
+    (tmp_path / "a.warc").write_bytes(archive)
     (record,) = records(tmp_path / "a.warc")
     return record
 
@@ -83,10 +82,8 @@ def test_a_page_is_read_as_it_was_before_it_was_sent(tmp_path, body, headers):
 
 
 def test_bodies_that_cannot_be_read_are_counted(tmp_path, monkeypatch):
-    for body, coding in (
-        (b"\x1b\x9f\x00\x00\xa4", "Content-Encoding: br"),
-        (b"3\r\n<p>", "Transfer-Encoding: chunked"),
-    ):
+    brotli = b"\x1b\x9f\x00\x00\xa4", "Content-Encoding: br"
+    for body, coding in (brotli, (b"3\r\n<p>", "Transfer-Encoding: chunked")):
         found = archived(tmp_path, body, coding)
         assert isinstance(found, BadRecord) and found.reason == "unknown compression" and coding[-2:] in found.detail
     monkeypatch.setattr("affinage.data.readers.MAX_RECORD_BYTES", 10_000)

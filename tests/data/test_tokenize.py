@@ -18,7 +18,8 @@ from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import TokenShards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
-from affinage.errors import UserError, UserWarned
+from affinage.errors import UserWarned
+from run_affinage import refused
 from source_forms import write_documents
 from tiny_corpus import write_split
 
@@ -91,9 +92,7 @@ def test_rows_hold_every_token_of_every_document_and_tell_whose_it_is(
         assert facts["bytes"] == sum(len(text.encode()) for text in documents.values())
 
 
-def test_every_byte_of_validation_text_is_predicted_exactly_once(
-    packed: dict[str, Path], split_folder: Path, bpe: Tokenizer
-):
+def test_every_byte_of_validation_text_is_predicted_exactly_once(packed, split_folder: Path, bpe: Tokenizer):
     """Bits per byte: the bytes that are counted are those of the tokens that the loss counts."""
     for group, documents in documents_by_group(split_folder, "validation").items():
         validation = ValidationRows(packed["concat"] / "validation" / group, batch=4)
@@ -191,9 +190,7 @@ def words(folder: Path, vocabulary: int = 0) -> Tokenizer:
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(0, "uint16"), (2**16, "uint32")])
-def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(
-    tmp_path: Path, vocabulary: int, dtype: str
-):
+def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(tmp_path: Path, vocabulary, dtype: str):
     text = "a" + " " * 300 + "b" + " " * 700 + "b"
     tokenizer = words(tmp_path / "words", vocabulary)
     split = split_of(tmp_path, text, text, text)
@@ -205,18 +202,14 @@ def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(
 
 def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path: Path):
     settings = PackingSettings(seq_len=CONTEXT)
-    with pytest.raises(UserError):
-        tokenize(split_of(tmp_path / "empty", "", "x"), bpe, tmp_path / "none", settings, seed=0)
+    refused(lambda: tokenize(split_of(tmp_path / "empty", "", "x"), bpe, tmp_path / "none", settings, seed=0))
     tokenize(split_of(tmp_path / "split", "the river " * 99, "x"), bpe, tmp_path / "rows", settings, seed=0)
     shard = tmp_path / "rows/train/s.und/tokens-00000-of-00001.npy"
     content = shard.read_bytes()
-    for damage in (
-        lambda: shard.write_bytes(content[:-100]),
-        lambda: np.save(shard, np.zeros((2, CONTEXT), np.uint16)),
-    ):
+    other = np.zeros((2, CONTEXT), np.uint16)
+    for damage in (lambda: shard.write_bytes(content[:-100]), lambda: np.save(shard, other)):
         TokenShards(shard.parent)
         damage()
-        with pytest.raises(UserError) as error:
-            TokenShards(shard.parent)
-        assert error.value.where == str(shard.parent) and error.value.fix
+        error = refused(TokenShards, shard.parent)
+        assert error.where == str(shard.parent) and error.fix
         shard.write_bytes(content)

@@ -2,18 +2,23 @@
 
 import random
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
 from affinage.config.data import TokenizerSettings
+from affinage.data.fast_bpe import FastBpe
 from affinage.data.special_tokens import FIXED_PIECES, NEWLINE, TAB, UNK
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.tokenizer_training import balanced_sample, measure, train_tokenizer
+from affinage.data.tokenizer_training import balanced_sample, measure, train_bpe, train_tokenizer
 from affinage.errors import UserError
+from run_affinage import refused
 from source_forms import write_documents
 from tiny_corpus import TRICKY, write_split
 
@@ -42,15 +47,6 @@ def test_any_text_decodes_to_itself_and_its_bytes_are_counted_once(bpe: Tokenize
         assert bpe.decode(ids) == each
         assert bpe.byte_lengths(each, ids).sum() == len(each.encode())
     assert bpe.decode(bpe.encode("a\u2581b\ud800")) == "a b\ufffd"  # what cannot be kept
-
-
-def test_batches_equal_single_texts(tokenizer: Tokenizer):
-    rng = random.Random(1)
-    batch = [*TRICKY, *("".join(rng.choices(" ab\né<|s1🙂", k=rng.randint(0, 60))) for _ in range(50))]
-    batch += [*(text * 100 for text in TRICKY), " " * 3_000, "=" * 3_000]
-    encoded = tokenizer.encode_batch(batch)
-    assert {ids.dtype for ids in encoded} == {np.dtype(tokenizer.dtype)}
-    assert [ids.tolist() for ids in encoded] == [tokenizer.encode(text) for text in batch]
 
 
 def test_characters_have_one_id_each_and_strangers_are_unknown(characters: Tokenizer):
@@ -87,11 +83,9 @@ def test_training_twice_gives_the_same_bytes_whatever_the_order_of_files(split_f
 @pytest.mark.parametrize(("vocabulary", "advice"), [(30_000, r"\d+ or less"), (300, r"\d+ or more")])
 def test_a_vocabulary_that_cannot_be_is_refused_with_one_that_can(tmp_path: Path, vocabulary: int, advice: str):
     split_of(tmp_path, "".join(chr(0x4E00 + i) for i in range(200)) + " the river and the stone")
-    with pytest.raises(UserError) as error:
-        train_tokenizer(
-            tmp_path, tmp_path / "out", TokenizerSettings(vocab_size=vocabulary, character_coverage=1), ("en",), 0
-        )
-    assert error.value.where == "tokenizer.vocab_size" and re.search(advice, error.value.fix)
+    settings = TokenizerSettings(vocab_size=vocabulary, character_coverage=1)
+    mistake = refused(train_tokenizer, tmp_path, tmp_path / "out", settings, ("en",), 0)
+    assert mistake.where == "tokenizer.vocab_size" and re.search(advice, mistake.fix)
     for kind in ("bpe", "char"):
         with pytest.raises(UserError):  # no text
             train_tokenizer(split_of(tmp_path / kind), tmp_path, TokenizerSettings(kind=kind), ("en",), seed=0)
@@ -101,9 +95,7 @@ def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path):
     for content in (None, "{}", "x", '{"model": {"vocab": {"a": "b"}}}'):
         if content is not None:
             (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(UserError) as error:
-            Tokenizer(tmp_path)
-        assert str(tmp_path) in error.value.where
+        assert str(tmp_path) in refused(Tokenizer, tmp_path).where
 
 
 def test_the_sample_is_balanced_over_languages(split_folder: Path):
@@ -123,3 +115,67 @@ def test_the_tokenizer_is_measured_by_language_and_source(bpe: Tokenizer, split_
             assert entry["bytes_per_token"] == pytest.approx(entry["bytes"] / entry["tokens"])
             assert entry["tokens_per_word"] == pytest.approx(entry["tokens"] / entry["words"])
     assert measured["round_trip"] == {"documents": 8, "exact": 8}
+
+
+# ---- the compiled encoder gives SentencePiece's ids
+
+
+TRAINING = ["it's l'été: (a  b) -- of the, of the. aaaa aaaa == == x1 y22 naïve ça; où? 漢字漢字 " * 5]
+PIECES = ["  ", "\n", "\t", "12", "the", " of the,", "é", "e\u0301", "aaa", "--", "==", "\0", "\r", "字", "_", "²"]
+any_texts = st.lists(
+    st.one_of(st.characters(exclude_characters="\u2581", exclude_categories=["Cs"]), st.sampled_from(PIECES)),
+    max_size=30,
+).map("".join)
+
+
+@pytest.fixture(scope="module", params=[{}, {"split_by_whitespace": False}], ids=str)
+def model(request: pytest.FixtureRequest) -> sentencepiece.SentencePieceProcessor:
+    """A vocabulary whose pieces may cross from one word to the next."""
+    train = sentencepiece.SentencePieceTrainer.train
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sentencepiece.SentencePieceTrainer, "train", lambda **options: train(**options, **request.param))
+        trained = train_bpe(TRAINING, TokenizerSettings(vocab_size=330))
+    return sentencepiece.SentencePieceProcessor(model_proto=trained)
+
+
+@pytest.fixture(scope="module")
+def encoder_of(model: sentencepiece.SentencePieceProcessor) -> Callable[..., FastBpe]:
+    pieces = {model.id_to_piece(i).replace("\u2581", " "): i for i in range(8, model.get_piece_size())}
+    return lambda **settings: FastBpe(pieces, np.uint16, **settings)
+
+
+@pytest.fixture(scope="module")
+def encoder(encoder_of: Callable[..., FastBpe]) -> FastBpe:
+    return encoder_of()
+
+
+def parts(flat: np.ndarray, ends: np.ndarray) -> list[list[int]]:
+    return [part.tolist() for part in np.split(flat, ends[:-1])]
+
+
+@given(batch=st.lists(any_texts, min_size=1, max_size=4))
+def test_any_text_has_the_ids_of_sentencepiece(batch, model, encoder):
+    assert parts(*encoder.encode(batch)) == [model.encode(text) for text in batch]
+
+
+def test_tricky_long_and_repetitive_texts_have_the_ids_of_sentencepiece(model, encoder):
+    rng = random.Random(1)
+    signs = " ab\né<|s1🙂'=-"
+    batch = [*TRICKY, *("".join(rng.choices(signs, k=rng.randint(0, 300))) for _ in range(200))]
+    batch += ["a" * 30_000, "ab" * 10_000, "=" * 5_000, " " * 5_000, "the" * 3_000 + "é" * 3_000, "字漢" * 2_000, ""]
+    assert parts(*encoder.encode(batch)) == [model.encode(text) for text in batch]
+
+
+def test_the_memory_begins_again_when_it_is_full(model, encoder_of):
+    rng = random.Random(2)
+    words = ["".join(rng.choices("thofae'é", k=rng.randint(1, 9))) for _ in range(400)]
+    batch = [" ".join(rng.choices(words, k=200)) for _ in range(20)]
+    assert parts(*encoder_of(cached_words=16).encode(batch)) == [model.encode(text) for text in batch]
+
+
+def test_threads_may_share_an_encoder(model, encoder_of):
+    rng, encoder = random.Random(3), encoder_of(cached_words=64)
+    batches = [["".join(rng.choices("thofae'é ", k=20_000))] for _ in range(32)]
+    with ThreadPoolExecutor(8) as pool:
+        encoded = list(pool.map(encoder.encode, batches))
+    assert [parts(*each) for each in encoded] == [[model.encode(text) for text in batch] for batch in batches]

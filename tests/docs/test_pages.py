@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 from typer.main import get_command
 
 from affinage import api
@@ -43,7 +44,7 @@ def test_every_page_is_in_the_navigation_and_every_picture_on_a_page():
     assert shown == {file.name for file in (ROOT / "docs" / "images").glob("*.png")}
 
 
-def test_every_command_is_one_of_the_program():
+def test_every_command_is_one_of_the_program_and_files_for_schedulers_are_valid():
     lines = [
         line.strip()
         for page in WRITTEN
@@ -52,6 +53,13 @@ def test_every_command_is_one_of_the_program():
     ]
     commands = [found[1] for line in lines if (found := re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*affinage ([a-z].*)", line))]
     assert len(commands) > 50
+    for file in sorted((ROOT / "examples" / "clusters").iterdir()):
+        text = file.read_text("utf-8")
+        script = YAML(typ="safe").load(text)["run"] if file.suffix == ".yaml" else text
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        found = re.findall(r"^[^#\n]*affinage ((?:run|plan|launch)\b[^#\n;\"]*)", script, re.MULTILINE)
+        assert found and "Checked for syntax only" in text
+        commands += found
     for line in commands:
         words = re.split(r"\s(?:\||>|&&|#)|;", re.sub(r"'.*?'|\".*?\"", "x", line))[0].split()
         command = get_command(app)

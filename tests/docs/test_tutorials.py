@@ -1,9 +1,18 @@
 """Every tutorial is carried out as it is written, and says what it promises to say."""
 
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
 import pytest
-from tutorial_blocks import blocks, carry_out
+from nbclient import NotebookClient
 
 PAGES = Path(__file__).parents[2] / "docs" / "tutorials"
 # Blocks that need hardware or a network that the tests have not: this many, and no more by accident.
@@ -19,3 +28,116 @@ def test_all_tutorials_are_carried_out():
 @pytest.mark.parametrize("name", sorted(NOT_RUN))
 def test_a_reader_gets_what_the_tutorial_promises(name: str, tmp_path: Path):
     assert len(carry_out(PAGES / f"{name}.md", tmp_path)) == NOT_RUN[name]
+
+
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<skipped>.+?) -->\n+)?"
+    r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_NUMBER = re.compile(r"\d(?:[\d.,:]*\d)?(?:e[-+]?\d+)?")
+_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the file it is the content of, why it is not run, and its text."""
+
+    language: str
+    title: str | None
+    skipped: str | None
+    text: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """All fenced blocks of a page, in order."""
+    for found in _BLOCK.finditer(page.read_text(encoding="utf-8")):
+        yield Block(found["language"], found["title"], found["skipped"], found["text"])
+
+
+def carry_out(page: Path, folder: Path) -> list[str]:
+    """Do in `folder` what the page says, and compare what is said with what it promises.
+
+    A block with a title is written into that file; other bash and python blocks are run; a text block is what the one
+    before it prints: its lines must come in that order, `...` stands for what is left out, a number for any number.
+    Returns why blocks were not run.
+    """
+    path = folder / ".bin"
+    path.mkdir()
+    command = path / "affinage"
+    quick = "--xla_backend_optimization_level=0"  # they compile much and compute little
+    python = shlex.quote(sys.executable)
+    command.write_text(f'#!/bin/sh\nXLA_FLAGS="$XLA_FLAGS {quick}" exec {python} -m affinage "$@"\n')
+    command.chmod(0o755)
+    (path / "python").symlink_to(sys.executable)
+    environment = {**os.environ, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "XLA_FLAGS": "", "COLUMNS": "160"}
+    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    skipped, said = [], ""
+    for block in blocks(page):
+        if block.skipped:
+            skipped.append(block.skipped)
+            said = ""
+        elif block.title:
+            target = folder / block.title
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(block.text, encoding="utf-8")
+        elif block.language == "text":
+            if said:
+                compare(block.text, said)
+        else:
+            program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[block.language]
+            how = {"cwd": folder, "env": environment, "text": True, "timeout": _SECONDS}
+            done = subprocess.run([*program, block.text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+            said = done.stdout
+            assert done.returncode == 0, f"{block.text}\n{said}"
+    return skipped
+
+
+def compare(promised: str, said: str) -> None:
+    """Every promised line is in what was said, in this order; numbers may be others."""
+    at = 0
+    for line in promised.splitlines():
+        if line.strip() in ("", "..."):
+            continue
+        words = (r"\s+".join(map(_pattern, part.split())) for part in line.split("..."))
+        found = re.compile(r"[^\n]*".join(words)).search(said, at)
+        assert found, f"promised: {line}\nsaid:\n{said}"
+        at = found.end()
+
+
+def _pattern(word: str) -> str:
+    """A word, with any number in place of each number."""
+    return r"\d[\d.,:]*(?:e[-+]?\d+)?".join(re.escape(part) for part in _NUMBER.split(word))
+
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "gpt2_on_tpu.ipynb"
+
+
+def executed(folder: Path, mesh: str | None) -> tuple[str, list[tuple[int, float]]]:
+    """What its cells print, and the losses, after another line for the mesh."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (line,) = [cell for cell in notebook.cells if "mesh" in cell.metadata.get("tags", ())]
+    assert line.source.startswith("MESH = ") and "\n" not in line.source
+    if mesh is not None:
+        line.source = f"MESH = {mesh}"
+    folder.mkdir()
+    waits = {"timeout": 500, "startup_timeout": 300, "iopub_timeout": 120}
+    NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(folder)}}, **waits).execute()
+    said = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", ()))
+    (metrics,) = folder.glob("runs-*/gpt2/pretrain/metrics.jsonl")
+    rows = map(json.loads, metrics.read_text().splitlines())
+    return said, [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+@pytest.mark.full
+def test_it_trains_saves_restores_and_speaks_and_another_mesh_gives_the_same_losses(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(entry for entry in sys.path if entry))
+    said, losses = executed(tmp_path / "as it is", None)
+    assert "8 x cpu: a tiny GPT-2" in said
+    assert "the same by Orbax alone: True" in said and "\nThe capital of" in said
+    assert losses[-1][1] < 0.9 * losses[0][1]
+
+    _, others = executed(tmp_path / "another mesh", '{"data": 2, "fsdp": 2, "tensor": 2}')
+    assert [step for step, _ in others] == [step for step, _ in losses]
+    assert [loss for _, loss in others] == pytest.approx([loss for _, loss in losses], rel=1e-5)

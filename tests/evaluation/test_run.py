@@ -1,18 +1,22 @@
 """What `evaluate` reports and writes."""
 
 import json
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from lm_eval.api.instance import Instance
 
 import choice_task
-from affinage.errors import UserError
+from affinage.data.decontaminate import Contamination
 from affinage.evaluation.harness import cached
-from affinage.evaluation.results import compare, read_answers
+from affinage.evaluation.results import RESULTS, compare, contamination_of, fingerprint, read_answers, write_results
 from affinage.evaluation.run import JaxLM, evaluate
+from affinage.results import read_json
 from benchmark_fixtures import write_items
-from choice_task import write_task
+from choice_task import sums, write_task
+from run_affinage import refused
 from tiny_models import tiny_llama
 
 ITEMS = [{"question": f"{n} plus {n} is", "choices": ["one", "two", "three"], "right": n % 3} for n in range(7)]
@@ -99,9 +103,8 @@ def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_quest
     templated, told, within = asked("always", apply_chat_template=True)
     assert templated == f"<s><|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n" and told
     assert {each.task for each in compare(without, within) if each.asked_otherwise} == {"piqa"}
-    with pytest.raises(UserError) as refused:
-        evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", apply_chat_template=True)
-    assert refused.value.where == "evaluate.apply_chat_template" and refused.value.fix
+    mistake = refused(lambda: evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", apply_chat_template=True))
+    assert mistake.where == "evaluate.apply_chat_template" and mistake.fix
 
 
 @pytest.mark.parametrize(("said", "asked", "shots"), [(None, 2, 2), (2, 0, 0)])
@@ -136,3 +139,121 @@ def test_a_stop_in_the_middle_keeps_what_was_answered(tmp_path):
     again = cached(lm, tmp_path / "a", "tiny")
     assert texts(again) == texts(JaxLM(tiny_llama())) and lm.requests <= 2  # four were answered, in batches of two
     again.dbdict.close()
+
+
+# ---- a folder of results is of one model
+
+
+ENDS = {
+    "output_type": "loglikelihood",
+    "doc_to_choice": None,
+    "doc_to_target": "two",
+    "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    return [str(write_task(folder, name, sums(5), **told)) for name, told in (("sums", {}), ("ends", ENDS))]
+
+
+def items(folder):
+    return sorted(file.stem for file in (folder / "items").iterdir())
+
+
+def test_the_same_model_adds_and_another_begins_anew(tasks, tmp_path):
+    folder = tmp_path / "judged"
+    first, second = (evaluate(tiny_llama(), [task], folder=folder) for task in tasks)
+    assert set(second["tasks"]) == {"ends"} and items(folder) == ["ends", "sums"]
+    kept = read_json(folder / RESULTS)
+    assert kept["tasks"] == first["tasks"] | second["tasks"] and kept["samples"] == first["samples"] | second["samples"]
+    # Of what the harness calls perplexity an item has the log-likelihood.
+    lines = [json.loads(line) for line in (folder / "items/ends.jsonl").read_text().splitlines()]
+    assert all(line["log_likelihood"] < 0 and line["filter"] == "none" and "perplexity" not in line for line in lines)
+    mean = sum(line["log_likelihood"] for line in lines) / len(lines)
+    assert second["tasks"]["ends"]["metrics"]["perplexity"]["value"] == pytest.approx(math.exp(-mean))
+    other = evaluate(tiny_llama(seed=1), tasks[:1], folder=folder)
+    assert other["fingerprint"] != first["fingerprint"] == second["fingerprint"]
+    assert items(folder) == ["sums"] and read_json(folder / RESULTS) == other
+
+
+def test_searches_are_kept_together_and_items_that_a_kill_left_without_their_results_go(tmp_path):
+    def write(task):
+        found = {"fingerprint": "of a", "tasks": {task: {"items": 0}}, "samples": {task: []}}
+        write_results(found | {"contamination": {"texts": 7, "tasks": {task: {"found": []}}}}, {task: []}, tmp_path)
+        return read_json(tmp_path / RESULTS)
+
+    assert set([write(task) for task in "aba"][-1]["contamination"]["tasks"]) == {"a", "b"}
+    (tmp_path / RESULTS).unlink()
+    assert set(write("c")["tasks"]) == {"c"} and items(tmp_path) == ["c"]
+
+
+def test_a_model_that_reads_or_is_told_otherwise_is_another():
+    model = tiny_llama()
+    told, trained = replace(model, system_prompt="Be brief."), tiny_llama(seed=1)
+    assert fingerprint(model) == fingerprint(replace(model, name="b"))
+    assert len({fingerprint(model), fingerprint(trained), fingerprint(told)}) == 3
+
+
+# ---- scores with and without the items that a model has seen
+
+
+FACTS = [
+    "the old harbour master counted forty two grey gulls on the wall before the storm came in",
+    "every second tuesday the baker of the lower town gives away his last three loaves of rye",
+    "nobody in the valley remembers why the clock of the chapel has been nine minutes late since",
+]
+
+
+def task(folder: Path) -> str:
+    told = [{"question": f"Is it true that {fact}?", "choices": ["yes", "no"], "right": 0} for fact in FACTS]
+    told += [{"question": f"{n} plus {n} is", "choices": ["one", "two"], "right": n % 2} for n in range(6)]
+    return str(write_task(folder, "quiz", told))
+
+
+def test_scores_without_the_items_found_are_those_of_the_others(tmp_path: Path):
+    name = task(tmp_path)
+    asked: list[str] = []
+
+    def seen(items) -> Contamination:  # type: ignore[no-untyped-def]
+        asked.extend(item.id for item in items)
+        found = frozenset({("quiz", "1"), ("quiz", "2"), ("quiz", "8")})
+        common = frozenset({("quiz", "5")})
+        return Contamination(frozenset({"quiz"}), 5, found, common)
+
+    results = evaluate(tiny_llama(), [name], folder=tmp_path / "out", seen=seen, limit=8)
+    assert asked == [str(n) for n in range(9)]
+    told = results["contamination"]["tasks"]["quiz"]
+    assert told["found"] == [1, 2] and told["items"] == 8, "the item 8 was not asked"
+    assert told["common"] == [5]
+    right = [json.loads(line)["acc"] for line in (tmp_path / "out/items/quiz.jsonl").read_text().splitlines()]
+    rest = [value for number, value in enumerate(right) if number not in (1, 2, 5)]
+    assert told["without"]["acc"]["value"] == pytest.approx(sum(rest) / 5)
+
+
+JUDGED = [
+    {"doc_id": n, "filter": f, "acc": 1.0 * (n != 1), "perplexity": log, "bleu": n, "exact_match": n * (f == "lower")}
+    for f in ("none", "lower")
+    for n, log in enumerate([-1.5, -4.0, -2.5, -3.5])
+]
+
+
+@pytest.mark.parametrize(
+    ("found", "metric", "value", "rest"),
+    [
+        ("1", "acc", 0.75, (1.0, 0.0)),
+        ("0123", "acc", 0.75, (None, None)),
+        ("1", "bleu", 1.6, None),  # is not told by single items
+        ("1", "perplexity", 17.7, None),
+        ("0", "exact_match,none", 0.0, (0.0, 0.0)),
+        ("0", "exact_match,lower", 1.5, (2.0, 1 / 3**0.5)),
+    ],
+)
+def test_a_score_without_the_items_found_is_of_the_others(found: str, metric: str, value: float, rest: tuple | None):
+    seen = Contamination(frozenset({"quiz"}), 1, frozenset(("quiz", one) for one in found))
+    metrics, items = {metric: {"value": value, "stderr": 0.5}}, JUDGED if "," in metric else JUDGED[:4]
+    told = contamination_of(seen, {"quiz": {"metrics": metrics}}, {"quiz": items})["tasks"]["quiz"]
+    assert told["items"] == 4
+    left = told["without"].get(metric)
+    assert left == rest if rest is None else (left["value"], left["stderr"]) == pytest.approx(rest)

@@ -2,17 +2,32 @@
 
 import gzip
 import json
+from collections import defaultdict
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import jinja2.sandbox
 import pytest
 import yaml
 from lm_eval import utils
+from lm_eval.tasks import TaskManager
 
 from affinage.errors import UserError
-from affinage.evaluation.harness import load_tasks, quiet
-from affinage.evaluation.tasks import benchmark_items, check_names, find_tasks, is_chat, read_json_lines
+from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet
+from affinage.evaluation.tasks import (
+    BENCHMARKS,
+    GROUPS,
+    benchmark_items,
+    check_names,
+    files_of,
+    find_tasks,
+    is_chat,
+    read_json_lines,
+)
+from benchmark_fixtures import ITEMS, write_items
 from choice_task import write_task
+from run_affinage import refused
 
 TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "one.jsonl"}}}
 
@@ -41,9 +56,8 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
     path.write_bytes(gzip.compress(json.dumps({"n": 1}).encode() + b"\n\n"))
     assert read_json_lines(data_files={"test": [str(path)]})["test"]["n"] == [1]
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n\n{"a" 2}\n')
-    with pytest.raises(UserError, match="delimiter") as refused:
-        read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]})
-    assert refused.value.where == f"{tmp_path / 'bad.jsonl'}:3"
+    mistake = refused(lambda: read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]}), match="delimiter")
+    assert mistake.where == f"{tmp_path / 'bad.jsonl'}:3"
 
 
 @pytest.mark.parametrize(
@@ -63,31 +77,22 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
 def test_a_task_file_that_cannot_be_used_is_refused_at_its_place(tmp_path, content, named):
     if content is not None:
         write(tmp_path, "one.yaml", content)
-    with pytest.raises(UserError) as refused:
-        find_tasks([str(tmp_path / "one.yaml")])
-    assert "one.yaml" in f"{refused.value.where} {refused.value.what}" and named in str(refused.value)
+    mistake = refused(lambda: find_tasks([str(tmp_path / "one.yaml")]))
+    assert "one.yaml" in f"{mistake.where} {mistake.what}" and named in str(mistake)
 
 
 def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path: Path):
     (tmp_path / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'sprung')!r}).touch()")
     (tmp_path / "t.yaml").write_text("task: t\ndataset_path: json\nprocess_docs: !function evil.run\n")
-    with pytest.raises(UserError):
-        find_tasks([str(tmp_path / "t.yaml")])
+    refused(lambda: find_tasks([str(tmp_path / "t.yaml")]))
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(jinja2.sandbox.SecurityError):
         utils.apply_template(escape, {})
-    for number, settings in enumerate(
-        (
-            {"doc_to_text": escape},
-            {"doc_to_choice": escape},
-            {"doc_to_target": escape},
-            {"description": escape},
-            {"metric_list": [{"metric": str(tmp_path / "evil")}]},
-            {"metric_list": [{"metric": "acc", "hf_evaluate": True}]},
-            {"metric_list": ["acc"]},
-            {"fewshot_config": {"doc_to_text": escape}, "num_fewshot": 1},
-        )
-    ):
+    evil: list[dict] = [{key: escape} for key in ("doc_to_text", "doc_to_choice", "doc_to_target", "description")]
+    foreign = {"metric": str(tmp_path / "evil")}, {"metric": "acc", "hf_evaluate": True}, "acc"
+    evil += [{"metric_list": [metric]} for metric in foreign]
+    evil.append({"fewshot_config": {"doc_to_text": escape}, "num_fewshot": 1})
+    for number, settings in enumerate(evil):
         refused_with(tmp_path / str(number), SUMS, **settings)
     write_task(tmp_path / "fine", "fine", SUMS, doc_to_text="{{ question | regex_replace('one', 'two') }}")
     assert not (tmp_path / "sprung").exists()
@@ -100,10 +105,10 @@ def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
     """The message for a task of these items and settings."""
     folder.mkdir(exist_ok=True)
     write_task(folder, "mine", items, **settings)
-    with pytest.raises(UserError) as refused, quiet():
+    with pytest.raises(UserError) as mistake, quiet():
         load_tasks(find_tasks([str(folder / "mine.yaml")])[0], num_fewshot)
-    assert refused.value.what and refused.value.where and refused.value.fix
-    return refused.value
+    assert mistake.value.what and mistake.value.where and mistake.value.fix
+    return mistake.value
 
 
 @pytest.mark.parametrize(
@@ -183,6 +188,66 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
 @pytest.mark.full  # each reads 13,000 files
 def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
     check_names(["julian", "hellaswag"], where="--tasks")
-    with pytest.raises(UserError) as refused:
-        check_names([name], where="--tasks")
-    assert nearest in refused.value.fix and refused.value.fix and refused.value.where == "--tasks"
+    mistake = refused(check_names, [name], where="--tasks")
+    assert nearest in mistake.fix and mistake.fix and mistake.where == "--tasks"
+
+
+# ---- named benchmarks over local files
+
+
+def requests_of(task):
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    return [request.args for request in task.instances], [task.doc_to_target(doc) for doc in task.eval_docs]
+
+
+def as_the_harness_has_it(name):
+    """Its own definition, told nothing but where the hub's row comes from."""
+    rows = datasets.Dataset.from_list([ITEMS[name][0]])
+    splits = defaultdict(lambda: rows, test=rows)
+    folder = str((DEFINITIONS / BENCHMARKS[name]["definition"]).parent)
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    own = {"task": name, "custom_dataset": lambda **_: splits}
+    return manager.load([{"group": "of one", "task": [own]}])["tasks"][name]
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS.keys() & ITEMS.keys()))
+def test_local_items_are_put_as_the_harness_puts_the_hub_s(name, tmp_path):
+    with quiet():
+        expected = requests_of(as_the_harness_has_it(name))
+        assert expected[0], "an item makes requests"
+        for form, item in zip(("hub", "other"), ITEMS[name]):
+            if item is None:
+                continue
+            folder = tmp_path / form
+            folder.mkdir()
+            stem = (name, *BENCHMARKS[name].get("files", ()))[-1]
+            (folder / f"{stem}.jsonl.gz").write_bytes(gzip.compress(json.dumps(item).encode()))
+            (config,) = find_tasks([name], folder)[0]
+            (task,) = load_tasks([config]).values()
+            assert requests_of(task) == expected, form
+            assert task.config.metric_list == as_the_harness_has_it(name).config.metric_list
+
+
+def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
+    folder = write_items(tmp_path / "items", ["piqa", "boolq", "xnli_fr"])
+    found, left_out = find_tasks(["julian"], folder)
+    assert [task["task"] for task in found] == ["piqa", "boolq"] and all("where" in task for task in found)
+    assert set(left_out) == set(GROUPS["julian"]) - {"piqa", "boolq"}
+    assert [file.name for file in files_of(["french", "piqa"], folder)] == ["xnli_fr.jsonl", "piqa.jsonl"]
+    assert find_tasks(["julian"]) == ([{"task": name} for name in GROUPS["julian"]], [])
+
+
+def test_a_folder_without_the_items_or_with_a_row_of_another_form_is_refused(tmp_path):
+    for task, named in (("arc_easy", "arc_easy"), ("french", "french"), ("quickstart", "pocket world")):
+        mistake = refused(find_tasks, [task], tmp_path, match=named)
+        assert mistake.fix or mistake.where
+    (tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
+    (config,) = find_tasks(["belebele_fra_Latn"], tmp_path)[0]
+    refused(load_tasks, [config], match=r"row 1 .* belebele_fra_Latn")
+
+
+def test_a_missing_network_is_told_once_and_soon(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    assert "--data-dir" in refused(lambda: list(benchmark_items(["piqa"])), match=r"http://127\.0\.0\.1:9").fix

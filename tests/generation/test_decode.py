@@ -3,18 +3,20 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import logits_process
 
 from affinage.data.tokenizer import Tokenizer
-from affinage.generation.engine import Engine, generate, token_logprobs
-from affinage.generation.sampling import Detokenizer, SamplingParams
+from affinage.generation.engine import Engine, EngineRequest, Generation, generate, token_logprobs
+from affinage.generation.sampling import Detokenizer, SamplingParams, SamplingTensors, choose, filtered
 from affinage.hub.folder import CardFacts, export
-from affinage.model.layers import attention, block
+from run_affinage import refused
 from tiny_models import CONTEXT, full_logits, tiny_llama, tokenizer
 
 PROMPTS = [[2, 50, 60, 70], [2], [2, *range(30, 61)], [2, 99, 98, 97, 96, 95]]
@@ -85,25 +87,6 @@ def test_what_is_compiled_for_accelerators_generates_the_same(platform, layers, 
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     results = generate(model, prompts, SamplingParams(8, ignore_eos=True), max_num_seqs=2)
     assert [result.tokens for result in results] == expected
-
-
-def test_attention_reads_the_cache_where_it_holds_something(monkeypatch):
-    """A prompt from its beginning is computed as in training, by the platform's kernel; what follows is not."""
-    found = []
-
-    def choose(*about, only_xla, **more):
-        found.append((about[-1], only_xla))
-        return attention.choose(*about, only_xla=only_xla, **more)
-
-    monkeypatch.setattr(block, "choose", choose)
-    engine = Engine(tiny_llama(layers=3), max_num_seqs=1, enable_prefix_caching=True)
-    prompt = [2, *range(300, 320)]
-    texts = {}
-    for tokens in (prompt, [*prompt, 40], [*prompt, *range(320, 390)]):
-        texts[tuple(tokens)] = "".join(engine.stream(tokens, SamplingParams(4, ignore_eos=True)))
-    assert found == [(64, False), (1, True), (64, True), (CONTEXT, True)]
-    for tokens, text in texts.items():
-        assert text == engine.model.tokenizer.decode(slow_greedy(engine.model, tokens, 4))
 
 
 def test_generation_never_leaves_the_context():
@@ -177,3 +160,160 @@ def test_bytes_that_are_no_text_do_not_block_what_follows():
     tokens = [10 + 0xE2, *tokenizer().encode("abc")]  # ids 10 to 265 are the bytes
     stream = Detokenizer(tokenizer())
     assert "".join([stream.push(token) for token in tokens] + [stream.push(None)]) == "\ufffdabc"
+
+
+# ---- rows that join and leave a batch on its way
+
+
+SAMPLED = SamplingParams(25, 0.9, 20, 0.9, 0.01, seed=1)
+REQUESTS = [
+    ([2, 50, 60, 70], SamplingParams(30)),
+    ([2, *range(300, 310)], replace(SAMPLED, stop=("o",))),
+    ([2, *range(270, 270 + CONTEXT - 20)], SamplingParams(500)),
+    ([2, 270], replace(SAMPLED, max_new_tokens=5, seed=9)),
+    ([2, *range(300, 330)], SamplingParams(9)),
+    ([2, *range(300, 325), 20], SamplingParams(9)),  # begins as the one before
+]
+
+
+def alone(prompt: list[int], params: SamplingParams) -> Generation:
+    return generate(tiny_llama(), [prompt], params)[0]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(tiny_llama(), max_num_seqs=2, steps=4, enable_prefix_caching=True)
+
+
+def run(engine: Engine) -> dict[EngineRequest, tuple[str, Generation]]:
+    texts: dict[EngineRequest, str] = {}
+    ends: dict[EngineRequest, tuple[str, Generation]] = {}
+    while engine.waiting or engine.active:
+        for request, text, end in engine.step():
+            texts[request] = texts.get(request, "") + text
+            if end is not None:
+                ends[request] = texts[request], end
+    return ends
+
+
+def test_answers_do_not_depend_on_who_shares_the_batch_and_when_they_came(engine: Engine):
+    requests = [EngineRequest(*request) for request in REQUESTS]
+    engine.submit(requests[0])
+    begun = "".join(text for _, text, _ in engine.step())
+    for request in requests[1:]:
+        engine.submit(request)
+    with pytest.raises(ValueError, match="tokens"):
+        engine.submit(EngineRequest([], SamplingParams(5)))
+    ends = run(engine)
+    for request, (prompt, params) in zip(requests, REQUESTS, strict=True):
+        whole = alone(prompt, params)
+        assert ends[request] == (whole.text.removeprefix(begun if request is requests[0] else ""), whole)
+
+
+def test_rows_of_one_prompt_are_drawn_apart(engine: Engine):
+    params = replace(SAMPLED, max_new_tokens=12, temperature=1.5, seed=3)
+    requests = [EngineRequest([2, 50], params, index) for index in range(3)]
+    for request in requests:
+        engine.submit(request)
+    ends = run(engine)
+    generations = [ends[request][1] for request in requests]
+    assert generations == generate(tiny_llama(), [[2, 50]] * 3, params)
+    assert len({generation.text for generation in generations}) == 3
+
+
+def test_who_goes_away_makes_room(engine: Engine):
+    leaving, coming = [EngineRequest([2, 50 + n], SamplingParams(80)) for n in range(2)], EngineRequest(*REQUESTS[3])
+    for request in (*leaving, coming):
+        engine.submit(request)
+    engine.step()
+    for request in leaving:
+        request.cancelled = True
+    assert {request: end for request, (_, end) in run(engine).items()} == {coming: alone(*REQUESTS[3])}
+
+
+def test_no_program_is_compiled_after_the_warm_up(caplog):
+    model = replace(tiny_llama(), compute_dtype="bfloat16")  # no other test has compiled it
+    engine = Engine(model, max_num_seqs=1, max_model_len=100, enable_prefix_caching=True)
+    engine.warm_up()
+    with jax.log_compiles():
+        for prompt in ([2, 50], [2, *range(270, 330)], [2, *range(270, 350)], [2, *range(270, 360)]):
+            engine.submit(EngineRequest(prompt, SamplingParams(4)))
+            run(engine)
+            token_logprobs(model, prompt, 2)
+    assert [record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()] == []
+
+
+# ---- sampling
+
+
+VOCABULARY = 97
+CASES = [
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.0, top_k=11),
+    SamplingParams(temperature=1.0, top_k=500),
+    SamplingParams(temperature=1.0, top_p=0.3),
+    SamplingParams(temperature=1.0, min_p=0.02),
+    SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05),
+    SamplingParams(temperature=1.4, top_k=60, top_p=0.99, min_p=0.01),
+]
+
+
+def drawn(rows: int) -> np.ndarray:
+    return (3 * np.random.default_rng(3).normal(size=(rows, VOCABULARY))).astype(np.float32)
+
+
+@pytest.mark.parametrize("sampling", CASES, ids=str)
+def test_filters_leave_what_transformers_leaves(sampling: SamplingParams):
+    logits = drawn(16)
+    steps = [logits_process.TemperatureLogitsWarper(sampling.temperature)]  # in the order of `generate`
+    steps += [logits_process.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    steps += [logits_process.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    steps += [logits_process.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    wanted = torch.tensor(logits)
+    for step in steps:
+        wanted = step(None, wanted)
+    ours = np.asarray(filtered(jnp.asarray(logits), SamplingTensors.of([sampling] * 16)))
+    np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(wanted.numpy()))
+    np.testing.assert_allclose(ours, wanted.numpy(), rtol=1e-6)
+
+
+def test_a_row_with_filters_of_its_own_is_as_if_all_had_them():
+    logits = drawn(len(CASES))
+    together = np.asarray(filtered(jnp.asarray(logits), SamplingTensors.of(CASES)))
+    for row, sampling in enumerate(CASES):
+        one = slice(row, row + 1)
+        alone = filtered(jnp.asarray(logits[one]), SamplingTensors.of([sampling]))
+        np.testing.assert_array_equal(together[one], np.asarray(alone))
+
+
+def draw(logits, sampling, rows, steps):
+    logits = jnp.asarray(logits, jnp.float32)
+    rows, steps = jnp.asarray(rows, jnp.int32), jnp.asarray(steps, jnp.int32)
+    return np.asarray(choose(logits, SamplingTensors.of([sampling] * len(logits)), rows, steps))
+
+
+def test_greedy_takes_the_first_of_the_best_and_filters_never_exclude_every_token():
+    assert draw([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]], SamplingParams(), [0, 1], [0, 0]).tolist() == [1, 0]
+    strict = SamplingParams(temperature=0.5, top_k=1, top_p=1e-6, min_p=1.0)
+    logits = np.random.default_rng(0).normal(size=(5, 50)).astype(np.float32)
+    np.testing.assert_array_equal(draw(logits, strict, np.arange(5), np.zeros(5)), logits.argmax(-1))
+
+
+def test_draws_follow_the_tempered_distribution():
+    logits, count = np.array([1.0, 0.0, -1.0, 2.0], np.float32), 20_000
+    tokens = draw(np.tile(logits, (count, 1)), SamplingParams(temperature=0.7), np.arange(count), np.zeros(count))
+    powers = np.exp(logits / 0.7)
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / count, powers / powers.sum(), atol=0.02)
+
+
+def test_a_draw_depends_on_seed_row_and_step_and_on_nothing_else():
+    logits, sampling = np.zeros((1, 1000), np.float32), SamplingParams(temperature=1.0, seed=5)
+    alone = draw(logits, sampling, [3], [7])
+    assert draw(np.tile(logits, (4, 1)), sampling, [1, 2, 3, 4], [7, 7, 7, 7])[2] == alone[0]
+    others = [(SamplingParams(temperature=1.0, seed=6), [3], [7]), (sampling, [4], [7]), (sampling, [3], [8])]
+    assert all(draw(logits, *other)[0] != alone[0] for other in others)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}])
+def test_values_out_of_range_are_refused(wrong):
+    refused(lambda: SamplingParams(**wrong))

@@ -8,10 +8,6 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from affinage.config.data import PackingSettings
-from affinage.data.dataloader import DataLoader, ValidationRows
-from affinage.data.token_shards import TokenShards
-from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.evaluation.run import JaxLM
 from affinage.generation.engine import generate
@@ -20,7 +16,6 @@ from affinage.hub.folder import CardFacts, export
 from affinage.hub.verify import verify
 from affinage.pipeline.opening import import_model, open_model
 from run_affinage import run
-from source_forms import write_documents
 
 TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
 
@@ -94,23 +89,6 @@ def test_a_leading_space_survives_decoding_piece_by_piece(tmp_path):
     ids = tokenizer.encode("The capital of France")
     assert "".join(tokenizer.decode([token]) for token in ids) == " The capital of France"
     assert tokenizer.opening == (1,) and tokenizer.byte_lengths("où", tokenizer.encode("où")).sum() == 3
-
-
-def test_rows_of_it_hold_the_documents(imported, tmp_path):
-    tokenizer = imported[2].tokenizer
-    texts = [f"Douze plus {number} font Paris, <|endoftext|> où ? 🧀" for number in range(40)]
-    for part in ("train", "validation"):
-        write_documents(tmp_path / "split" / part, [{"text": text, "language": "fr"} for text in texts])
-    tokenize(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=96, strategy="best_fit"), 0)
-    (folder,) = (tmp_path / "rows/train").iterdir()
-    batch = DataLoader(folder, seed=0, batch=TokenShards(folder).rows).batch(0)
-    decoded = "".join(tokenizer.decode(row) for row in batch["tokens"])
-    assert [decoded.count(text) for text in texts] == [1] * len(texts)
-    ends = [*tokenizer.opening, tokenizer.eos]
-    assert [(batch["tokens"] == end).sum() >= len(texts) for end in ends] == [True] * len(ends)
-    (held_out,) = (tmp_path / "rows/validation").iterdir()
-    lengths = [tokenizer.byte_lengths(text, tokenizer.encode(text))[not tokenizer.opening :] for text in texts]
-    assert ValidationRows(held_out, batch=2).bytes == sum(each.sum() for each in lengths)
 
 
 def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):

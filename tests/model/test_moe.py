@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import tiny_graphs
-from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, parse
 from affinage.model.layer import LayerContext
 
@@ -135,13 +134,3 @@ def test_only_training_drops():
     used, free = apply_alone(tight, params, x, "cpu", None)[0], apply_alone(dropless, params, x)[0]
     np.testing.assert_allclose(used, free, atol=1e-5)
     assert np.abs(np.asarray(apply_alone(tight, params, x)[0] - used)).max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("ffn", "named"),
-    [({"top_k": 5}, "4 experts"), ({"capacity": 1.0}, "capacity_factor"), ({"activation": "swiglo"}, "swiglu")],
-    ids=str,
-)
-def test_a_mistake_names_what_would_do(ffn, named):
-    with pytest.raises(UserError, match=named):
-        parse(tiny_graphs.moe(**ffn))

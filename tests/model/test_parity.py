@@ -19,21 +19,19 @@ def relative(ours, theirs):
     return np.abs(ours - theirs).max() / np.abs(theirs).max()
 
 
+NEAR = {"kv_heads": 2, "window": 9}
 PLAIN = {"load_balance_weight": 0.0, "z_loss_weight": 0.0}  # the cross-entropy alone, as theirs
 LINEAR = {"theta": 100, "scaling": {"kind": "linear", "factor": 2.0}}
+WIDE = {"kv_heads": 1, "bias": True, "head_dim": 12, "rope": LINEAR}
 LLAMA3 = {"theta": 100, "scaling": {"kind": "llama3", "factor": 8.0, "original_context": 16}}
 MODELS = {
     "llama with grouped queries, tied": tiny_graphs.llama(layers=2, attention={"kv_heads": 2}, tied=True),
-    "llama with biases, wide heads, one kv head and stretched positions": tiny_graphs.llama(
-        layers=1, attention={"kv_heads": 1, "bias": True, "head_dim": 12, "rope": LINEAR}
-    ),
+    "llama with biases, wide heads, one kv head and stretched positions": tiny_graphs.llama(layers=1, attention=WIDE),
     "qwen2": tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "bias": "qkv"}),
     "qwen3": tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "qk_norm": True, "rope": {"theta": 1e6}}),
-    "mistral": tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "window": 9}),
+    "mistral": tiny_graphs.llama(layers=1, attention=NEAR),
     "llama 3 with a longer context": tiny_graphs.llama(layers=1, attention={"rope": LLAMA3}),
-    "mixtral with a window and 3 of 5 experts": tiny_graphs.moe(
-        layers=1, attention={"kv_heads": 2, "window": 9}, experts=5, top_k=3, **PLAIN
-    ),
+    "mixtral with a window and 3 of 5 experts": tiny_graphs.moe(layers=1, attention=NEAR, experts=5, top_k=3, **PLAIN),
     "gpt2": tiny_graphs.gpt2(layers=1),
 }
 

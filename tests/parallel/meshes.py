@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+import tiny
 import tiny_graphs
-from affinage.config.training import ParallelSettings, PretrainSettings
+from affinage.config.training import ParallelSettings
 from affinage.model import Graph, parse
-from affinage.parallel import make_mesh
 from affinage.training import TrainJob
 from affinage.training.trainer import Trainer
 
@@ -37,8 +37,11 @@ def graph(kind: str, layers: int = 4, *, heads: int = 4, window: int | None = No
 class Feed:
     """Rows of three packed documents, with masks of very different sums; a function of the step alone."""
 
-    def batch(self, step: int, rows: int = ROWS) -> dict[str, np.ndarray]:
-        draw = np.random.default_rng(step)
+    def __init__(self, rows: int = ROWS) -> None:
+        self.rows = rows
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        draw, rows = np.random.default_rng(step), self.rows
         borders = np.sort(draw.choice(np.arange(2, CONTEXT - 2), (rows, 2), replace=True), axis=1)
         index = np.arange(CONTEXT)[None, :]
         segments = (index[:, :, None] >= borders[:, None, :]).sum(-1)
@@ -55,27 +58,11 @@ class Feed:
         return map(self.batch, itertools.count(number))
 
 
-def program(
-    model: Graph, sizes: dict[str, int], *, micro_batches: int = 1, rows: int = ROWS, parallel: dict[str, Any]
-) -> Trainer:
-    settings = PretrainSettings.model_validate(
-        {
-            "steps": 20,
-            "batch_size": rows,
-            "gradient_accumulation_steps": micro_batches,
-            "schedule": {"peak_lr": 2e-3, "min_lr": 1e-3, "warmup_steps": 4},
-        }
-    )
-    job = TrainJob(
-        graph=model,
-        settings=settings,
-        mesh=sizes,
-        seed=3,
-        feed=Feed(),
-        folder=Path("unused"),
-        parallel=ParallelSettings.model_validate(parallel),
-    )
-    return Trainer(job, make_mesh(sizes, jax.devices()), Feed().batch(0, rows))
+def program(model: Graph, sizes: dict[str, int], *, micro_batches: int = 1, rows: int = ROWS, parallel: Any) -> Trainer:
+    how = {"batch_size": rows, "gradient_accumulation_steps": micro_batches}
+    settings = tiny.settings(**how, schedule={"peak_lr": 2e-3, "min_lr": 1e-3, "warmup_steps": 4})
+    of_job = {"mesh": sizes, "seed": 3, "feed": Feed(rows), "parallel": ParallelSettings.model_validate(parallel)}
+    return tiny.uncompiled(TrainJob(graph=model, settings=settings, folder=Path("unused"), **of_job))
 
 
 def compiled(one: Trainer) -> Any:
@@ -87,14 +74,10 @@ def compiled(one: Trainer) -> Any:
 def run(one: Trainer, steps: int, step: Any = None) -> dict[str, list[float]]:
     """Loss and gradient norm of the first steps, from weights that are the same for every mesh."""
     step = step or compiled(one)
-    state = jax.tree.map(
-        lambda x, like: jax.device_put(np.asarray(x).astype(like.dtype), like.sharding),
-        first_state(one.job.graph),
-        one.abstract,
-    )
+    state = tiny.placed(first_state(one.job.graph), one.abstract)
     seen: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for number in range(steps):
-        state, metrics = step(state, one.put(Feed().batch(number, one.rows)))
+        state, metrics = step(state, one.put(one.job.feed.batch(number)))
         for name, values in seen.items():
             values.append(float(metrics[name]))
     return seen

@@ -14,11 +14,11 @@ import meshes
 import pytest
 
 from affinage.config.training import PrecisionSettings
-from affinage.errors import UserError
 from affinage.model import parse
 from affinage.planning.compiled import collectives_in
 from affinage.training.step import replicas_of
 from affinage.training.trainer import Trainer
+from run_affinage import refused
 
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
 # What eight devices divide, but for the layers: only the pipeline alone has eight stages, which take long to compile.
@@ -56,16 +56,9 @@ def test_an_axis_of_two_sends_what_it_needs_and_computes_the_same(kind, sizes, p
     assert step.memory_analysis().alias_size_in_bytes >= bytes_of_a_device
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes", "parallel", "micro_batches"),
-    [
-        ("dense", {"fsdp": 2, "tensor": 2}, {"sharding": {"residual": ["context", "tensor"]}}, 2),
-        pytest.param("moe", {"data": 2, "pipeline": 2}, {"remat": "dots"}, 1, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_two_axes_together(kind, sizes, parallel, micro_batches):
-    one = meshes.program(SMALL[kind], sizes, micro_batches=micro_batches, parallel=parallel)
+def test_two_axes_together():
+    parallel = {"sharding": {"residual": ["context", "tensor"]}}
+    one = meshes.program(SMALL["dense"], {"fsdp": 2, "tensor": 2}, micro_batches=2, parallel=parallel)
     meshes.assert_same_as_on_one_device(one, 3)
 
 
@@ -141,5 +134,27 @@ def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
     ids=str,
 )
 def test_what_does_not_fit_is_refused_with_what_would(sizes: dict, parallel: dict, named: str):
-    with pytest.raises(UserError, match=re.compile(named, re.DOTALL)):
-        meshes.program(meshes.graph("dense"), sizes, parallel=parallel)
+    refused(meshes.program, meshes.graph("dense"), sizes, parallel=parallel, match=re.compile(named, re.DOTALL))
+
+
+MODEL = meshes.graph("dense", layers=2)
+
+
+def temporary(step) -> int:
+    return step.memory_analysis().temp_size_in_bytes
+
+
+REMATS = ["block", {"keep": ["query", "ffn_up"]}, pytest.param("dots", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("remat", REMATS, ids=str)
+def test_the_step_is_the_same_with_less_memory(remat):
+    plain, one = (meshes.program(MODEL, {"data": 1}, parallel=parallel) for parallel in ({}, {"remat": remat}))
+    step = meshes.compiled(one)
+    meshes.assert_same_as_on_one_device(one, 3, step)
+    assert temporary(step) < temporary(meshes.compiled(plain))
+
+
+def test_an_option_that_xla_does_not_have_is_refused():
+    program = meshes.program(MODEL, {"data": 1}, parallel={"xla_flags": {"xla_cpu_faster": True}})
+    assert refused(program.compile_training, match="'xla_cpu_faster'").fix

@@ -1,5 +1,8 @@
 """Meshes and the sharding table: what is split, what wins a collision, where a model is served, what is refused."""
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import meshes
@@ -8,10 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import tiny_graphs
-from affinage.errors import UserError
-from affinage.model import abstract_params, apply, logical_axes
+from affinage.model import abstract_params, apply, logical_axes, parse
 from affinage.model.apply_config import ApplyConfig
 from affinage.parallel import MeshLayout, make_mesh, serving_layout
+from run_affinage import refused
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "unequal_stages"))
+
+from unequal_stages import Group, GroupedTraining
 
 
 def mesh(**sizes: int | str) -> jax.sharding.Mesh:
@@ -37,9 +44,7 @@ def test_auto_takes_the_devices_that_are_left_and_one_host_may_leave_some():
     ids=str,
 )
 def test_sizes_that_cannot_be_are_refused(sizes: dict, named: str):
-    with pytest.raises(UserError, match=named) as refused:
-        mesh(**sizes)
-    assert refused.value.where
+    assert refused(mesh, **sizes, match=named).where
 
 
 @pytest.mark.parametrize(
@@ -60,16 +65,12 @@ def test_the_table(axes: tuple, expected: P):
 
 
 def test_a_size_that_does_not_divide_names_the_nearest_that_do():
-    with pytest.raises(UserError) as refused:
-        MeshLayout(mesh(tensor=4)).param_shardings({"w": ("embed", "heads")}, {"w": shape(16, 6)})
+    error = refused(MeshLayout(mesh(tensor=4)).param_shardings, {"w": ("embed", "heads")}, {"w": shape(16, 6)})
     for named in ("heads = 6 of w", "tensor = 4", "4 or 8"):
-        assert named in str(refused.value)
-    with pytest.raises(UserError, match="batch 20") as refused:
-        MeshLayout(mesh(data=2, fsdp=4)).check_rows(20, 2)
-    assert "16 or 32" in str(refused.value)
+        assert named in str(error)
+    assert "16 or 32" in str(refused(MeshLayout(mesh(data=2, fsdp=4)).check_rows, 20, 2, match="batch 20"))
     MeshLayout(mesh(data=2, fsdp=4)).check_rows(32, 2)
-    with pytest.raises(UserError, match="batch 3 does not divide over 2 micro-batches"):
-        MeshLayout(mesh()).check_rows(3, 2)
+    refused(MeshLayout(mesh()).check_rows, 3, 2, match="batch 3 does not divide over 2 micro-batches")
 
 
 def test_a_model_of_stages_is_served_with_its_weights_split_instead():
@@ -78,7 +79,32 @@ def test_a_model_of_stages_is_served_with_its_weights_split_instead():
     sizes = {"pipeline": 2, "context": 2, "tensor": 2}
     layout, shardings = serving_layout(sizes, jax.devices(), logical_axes(graph), abstract_params(graph), {})
     assert {axis: size for axis, size in layout.mesh.shape.items() if size > 1} == {"fsdp": 4, "tensor": 2}
-    run = jax.jit(
-        lambda params: apply(graph, params, batch, ApplyConfig(until=graph.logits)).values[graph.logits].array()
-    )
+    call = ApplyConfig(until=graph.logits)
+    run = jax.jit(lambda params: apply(graph, params, batch, call).values[graph.logits].array())
     np.testing.assert_allclose(run(jax.device_put(params, shardings)), run(params), atol=1e-5)
+
+
+@pytest.mark.full
+def test_steps_of_stages_of_unequal_shape_equal_those_of_one_program_and_a_sick_one_is_left_out_by_every_stage():
+    """Two layers that differ, the first with dropout, on two devices and on one."""
+    nodes, devices = meshes.graph("dense", 1).to_dict()["nodes"], jax.devices()
+    early = nodes["blocks"] | {"dropout": 0.1, "ffn": {"kind": "swiglu", "width": 48}}
+    nodes |= {"early": early, "blocks": nodes["blocks"] | {"in": "early"}}
+    model = parse({"inputs": ["tokens"], "nodes": nodes})
+    ends = ("early", make_mesh({"data": 2}, devices[:2])), ("loss", make_mesh({"data": 1}, devices[2:3]))
+    settings = meshes.program(model, {"data": 1}, micro_batches=2, parallel={}).job.settings
+    two = GroupedTraining(model, settings, [Group(*end) for end in ends], seed=3)
+    states, expected = two.begin(), meshes.on_one_device(model, 2)
+    for number in range(2):
+        states, found = two.step(states, meshes.Feed().batch(number))
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values[number], rtol=1e-5, err_msg=f"{name} of step {number}")
+    assert len({device for each in states for device in each.step.sharding.device_set}) == 3
+
+    scale = states[1].params["norm"]["scale"].at[0].set(np.inf)
+    states[1] = states[1]._replace(params={**states[1].params, "norm": {"scale": scale}})
+    before = [jax.device_get(state.params) for state in states]
+    after, metrics = two.step(states, meshes.Feed().batch(0))
+    assert float(metrics["skipped"]) == 1
+    for old, new in zip(before, after, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, old, jax.device_get(new.params))

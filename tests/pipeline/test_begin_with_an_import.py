@@ -1,4 +1,4 @@
-"""A recipe with `init` begins with the weights and the tokenizer of an imported model."""
+"""A recipe that begins with an imported model, or extends the run of another."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import tiny_run
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hub.folder import CardFacts, export
@@ -14,19 +15,16 @@ from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import is_chat
 from affinage.pipeline.opening import import_model, open_model
 from affinage.pipeline.runner import PipelineRunner
-from run_affinage import run
+from affinage.results import read_json_lines
+from run_affinage import refused, run
 from tiny_models import CONTEXT, tiny_llama
 
 _STEPS = ["steps=1", "batch_size=4", "schedule={peak_lr: 1.0e-12, min_lr: 0}", "eval_sequences=4"]
 PRETRAIN = [f"pretrain.{setting}" for setting in _STEPS]
-POCKET = (
-    "data={sources: [{path: pocket-world, max_bytes: 0.02MB}], languages: [en, fr], split: {validation_fraction: 0.2}}"
-)
-SFT = [
-    "sft={sources: [talks.jsonl], steps: 1, batch_size: 4, schedule: {peak_lr: 1.0e-12, min_lr: 0}}",
-    "mesh={data: 1}",
-]
-SFT += ["sft.validation_fraction=0", "sft.num_epochs=null", "data=null", "pretrain=null"]
+SOURCE = "{path: pocket-world, max_bytes: 0.02MB}"
+POCKET = f"data={{sources: [{SOURCE}], languages: [en, fr], split: {{validation_fraction: 0.2}}}}"
+SFT = ["sft={sources: [talks.jsonl], steps: 1, batch_size: 4, schedule: {peak_lr: 1.0e-12, min_lr: 0}}"]
+SFT += ["sft.validation_fraction=0", "sft.num_epochs=null", "data=null", "pretrain=null", "mesh={data: 1}"]
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +49,7 @@ def assert_begun_with(imported: Path, spec: str, runs: Path) -> None:
     """A learning rate of 1e-12 leaves the weights where they were."""
     before, after = open_model(str(imported), runs), open_model(spec, runs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), before.params, after.params)
-    assert [after.tokenizer.encode(text) for text in ("Où ?", "The")] == [
-        [*before.tokenizer.encode(text)] for text in ("Où ?", "The")
-    ]
+    assert after.tokenizer.encode("Où ? The") == before.tokenizer.encode("Où ? The")
 
 
 @pytest.mark.full
@@ -71,9 +67,7 @@ def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
     for words in (["--to", str(tmp_path / "again")], ["--adapter", "--to", str(tmp_path / "adapter")]):
         run("export", "tiny", "--runs", tmp_path, *words)
     card = (tmp_path / "tiny/export/model/README.md").read_text()
-    assert (tmp_path / "again/README.md").read_text() == card.replace(
-        'from_pretrained("model")', 'from_pretrained("again")'
-    )
+    assert (tmp_path / "again/README.md").read_text() == card.replace('trained("model")', 'trained("again")')
     assert "license: mit" in card and "Weights under mit." in card and "- conversational" in card  # of the import
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(imported.parent / "hub")
@@ -105,3 +99,44 @@ def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_pat
     with pytest.raises(UserError, match="`nowhere`") as refused:
         build_steps(load_recipe(imported / "recipe.yaml", ["init_from=nowhere"]))
     assert refused.value.fix
+
+
+# ---- a recipe that extends the run of another
+
+
+TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+CONSTANT = "pretrain.schedule.name=constant"  # a longer run has the same rates
+LONGER = ["name=longer", "pretrain.resume_from=runs/short/pretrain", "pretrain.steps=14", CONSTANT]
+
+
+def test_an_extension_continues_a_run_which_stays_as_it_is(
+    tiny_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tiny_run.copied(tiny_runs, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    run("train", TINY, settings=["name=short", "pretrain.steps=10", CONSTANT])
+    old = Path("runs/short/pretrain").resolve()
+    manifest = (old / "manifest.json").read_bytes()
+    run("train", TINY, settings=LONGER)
+    assert Path("runs/short/pretrain").resolve() == old and (old / "manifest.json").read_bytes() == manifest
+    summary = json.loads(Path("runs/longer/pretrain/summary.json").read_text())
+    assert summary["steps"] == 14 and summary["resumed_at"] == [10]
+    lines = read_json_lines(Path("runs/longer/pretrain/metrics.jsonl"))
+    assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 14]
+    assert Path("runs/longer/tokenize").resolve() == Path("runs/short/tokenize").resolve()
+
+    def sources(*words: str) -> dict[str, str]:
+        steps = build_steps(load_recipe(TINY, [*LONGER, *words]))
+        return next(step.sources for step in steps if step.name == "pretrain")
+
+    # The key has the checkpoint, and not where it is.
+    Path("copy").symlink_to("runs/short")
+    assert sources() == sources("pretrain.resume_from=copy/pretrain@10")
+    assert sources() != sources("pretrain.resume_from=runs/short/pretrain@5")
+    for override, named in (
+        ("name=short", "this run itself"),
+        ("pretrain.resume_from=runs/short/pretrain@7", "@5, @10"),
+        ("pretrain.resume_from=runs/no", "runs/NAME/pretrain"),
+    ):
+        mistake = refused(sources, override, match=named)
+        assert mistake.where == "--set pretrain.resume_from" and mistake.fix

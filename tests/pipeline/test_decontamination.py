@@ -29,11 +29,8 @@ ITEM = {"question": QUESTION, "choices": ["a", "b"], "right": 0}
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    texts = [
-        f"I was asked: {QUESTION.lower()} I did not know.",
-        "Something else entirely.",
-        "The answer is in the book over there.",
-    ]
+    texts = [f"I was asked: {QUESTION.lower()} I did not know.", "Something else entirely."]
+    texts.append("The answer is in the book over there.")
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     write_task(tmp_path, "harbours", [ITEM])
 
@@ -55,18 +52,15 @@ def test_the_stage_is_there_if_there_is_something_to_look_for(load):
     assert stage_of(load("harbours.yaml", "data.decontaminate.benchmarks=false")) is None
     named = stage_of(load("pocket-world, hellaswag, harbours.yaml"))
     assert named.config["evaluate"] == {"tasks": ["hellaswag", "harbours.yaml"]}
-    only = stage_of(
-        load("hellaswag", "data.decontaminate.benchmarks=false", "data.decontaminate.benchmark_files=[mine.txt]")
-    )
-    assert "evaluate" not in only.config
+    mine = "data.decontaminate={benchmarks: false, benchmark_files: [mine.txt]}"
+    assert "evaluate" not in stage_of(load("hellaswag", mine)).config
     split = next(stage for stage in build_steps(load("harbours.yaml")) if stage.name == "split")
     assert split.inputs == ("decontaminate",)
 
 
 def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
-    (tmp_path / "mine.txt").write_text(
-        "The answer is in the book over there, and the book is on the table.\nThe answer is in the book over there."
-    )
+    answer = "The answer is in the book over there"
+    (tmp_path / "mine.txt").write_text(f"{answer}, and the book is on the table.\n{answer}.")
     asked = "pocket-world, harbours.yaml", "data.decontaminate.benchmark_files=[mine.txt]"
     stage = stage_of(load(*asked))
     assert stage.files[0] == "harbours.yaml" and len(stage.files) == 3
@@ -81,10 +75,7 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     assert kept == ["Something else entirely."]
     matches = pq.read_table(folder / "matches.parquet").to_pylist()
     found = [(match["benchmark"], match["item"], match["text"]) for match in matches]
-    assert found == [
-        ("harbours", "0", QUESTION.lower()[:-1]),
-        ("mine.txt", "2", "The answer is in the book over there"),
-    ]
+    assert found == [("harbours", "0", QUESTION.lower()[:-1]), ("mine.txt", "2", answer)]
     assert all(step.complete for step in runner().plan())
     write_items(tmp_path, [ITEM | {"question": "Another question"}])
     reasons = {step.name: step.reason for step in runner().plan()}

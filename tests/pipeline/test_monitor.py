@@ -144,9 +144,8 @@ def test_a_pretraining_that_reads_its_data_very_many_times_over_is_warned_of(oft
 def test_how_benchmarks_are_computed_is_in_no_key():
     def config(**settings: object) -> dict[str, object]:
         given = json.dumps({"tasks": ["piqa"], "every_steps": 2, **settings})
-        return next(
-            step.config for step in build_steps(load_recipe(TINY, [f"sft.monitor={given}"])) if step.name == "sft"
-        )
+        road = build_steps(load_recipe(TINY, [f"sft.monitor={given}"]))
+        return next(step.config for step in road if step.name == "sft")
 
     assert config() == config(data_dir="/nowhere") != config(limit=50)
 
@@ -173,17 +172,8 @@ def test_a_training_with_benchmarks_has_the_same_bits_as_one_without(scored: Pat
 def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: Path):
     rows, model = lines(scored, "evaluation"), open_model("tiny/pretrain", scored.parents[1])
     assert [row["step"] for row in rows] == [0, 10, 20] == [point["step"] for point in points_of(scored)]
-    items: dict[int | None, list[int]] = {0: [], 1: [], None: []}
-    for seed, ids in items.items():
-        keep = {
-            "answered": lambda lines, ids=ids: ids.extend(line["id"] for line in lines["sums"]),
-            "sample_seed": seed,
-            "limit": 12,
-        }
-        again = evaluate(model, [str(scored.parents[1] / "task/sums.yaml")], **keep)
-        if seed == 0:
-            assert rows[-1]["evaluation"]["tasks"] == {"sums": again["tasks"]["sums"]["metrics"]}
-    assert items[0] != items[1] and items[None] == list(range(12))
+    again = evaluate(model, [str(scored.parents[1] / "task/sums.yaml")], sample_seed=0, limit=12)
+    assert rows[-1]["evaluation"]["tasks"] == {"sums": again["tasks"]["sums"]["metrics"]}
     shown = read_training("pretrain", scored, TrainingResult(), {})
     assert [point.step for point in shown.points] == [0, 10, 20]
 
@@ -222,13 +212,8 @@ def taught(base: SimpleNamespace, **settings: object) -> list[str]:
     talks = [{"prompt": "Say it", "completion": said(item, 1 - item["right"])} for item in base.items]
     (base.runs / "wrong.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     schedule, saved = "{peak_lr: 1.0e-2, min_lr: 1.0e-2}", "runtime.checkpoint={every_steps: 40, keep_last: 2}"
-    words = [
-        f"sft.sources=['{base.runs}/wrong.jsonl']",
-        "sft.steps=80",
-        "sft.eval_every=40",
-        f"sft.schedule={schedule}",
-    ]
-    return [*words, saved, f"sft.monitor={json.dumps(watched(base, **settings))}"]
+    words = [f"sft.sources=['{base.runs}/wrong.jsonl']", "sft.steps=80", "sft.eval_every=40"]
+    return [*words, f"sft.schedule={schedule}", saved, f"sft.monitor={json.dumps(watched(base, **settings))}"]
 
 
 @pytest.fixture(scope="module")
@@ -250,9 +235,7 @@ def test_fine_tuning_ends_where_a_benchmark_falls_with_the_model_of_the_last_goo
     assert found["habit/sft"] == found["habit/pretrain"] != found["habit/sft@40"]
 
 
-def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(
-    habit: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(habit, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("affinage.evaluation.run.default_batch", lambda _: 1)
     loaded = load_recipe(TINY, habit.settings)
     context = StepContext(loaded, tmp_path, {"train-tokenizer": habit.runs / "habit/train-tokenizer"}, tmp_path)

@@ -1,14 +1,20 @@
 """What a user may call a model, what is told if there is none, and which of its checkpoints it is."""
 
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from affinage.errors import UserError
-from affinage.pipeline.models import is_chat, locate, made_from, resolve
-from affinage.pipeline.opening import open_model
+from affinage.checkpoint import CheckpointStore
+from affinage.parallel import make_mesh
+from affinage.pipeline.models import MODEL, is_chat, locate, made_from, resolve, results_folder
+from affinage.pipeline.opening import open_model, trained_params
 from affinage.pipeline.store import MANIFEST
+from run_affinage import refused
 
 
 @pytest.fixture
@@ -42,9 +48,8 @@ def test_without_such_a_model_those_that_are_there_are_named(runs: Path, spec: s
     for name in ("runs/begun/recipe.json", "folder/x.txt"):
         Path(name).parent.mkdir(parents=True)
         Path(name).write_text("{}")
-    with pytest.raises(UserError) as refused:
-        locate(resolve(spec, Path("runs")), Path("runs"))
-    assert named in str(refused.value) and refused.value.fix
+    error = refused(lambda: locate(resolve(spec, Path("runs")), Path("runs")))
+    assert named in str(error) and error.fix
 
 
 def test_a_run_and_a_folder_of_one_name(runs: Path):
@@ -53,8 +58,7 @@ def test_a_run_and_a_folder_of_one_name(runs: Path):
     Path("tiny/config.json").write_text("{}")
     for name in ("tiny", "./tiny"):
         assert locate(resolve(name, runs), runs).path == Path("tiny").resolve()
-    with pytest.raises(UserError, match="no checkpoints"):
-        locate(resolve("tiny@3", runs), runs)
+    refused(lambda: locate(resolve("tiny@3", runs), runs), match="no checkpoints")
     assert locate(resolve("runs/tiny", runs), runs).path.name.startswith("dpo-")
 
 
@@ -65,9 +69,54 @@ def test_a_finished_training_without_its_last_step_is_no_model(runs: Path):
     sft, earlier = (runs / "tiny/sft").resolve(), scale("tiny/sft@4")
     assert not np.array_equal(scale("tiny/sft"), earlier)
     (sft / "checkpoints/5/commit_success.txt").unlink()
-    with pytest.raises(UserError, match="checkpoint 5") as told:
-        scale("tiny/sft")
-    assert "@4" in told.value.fix
+    assert "@4" in refused(scale, "tiny/sft", match="checkpoint 5").fix
     np.testing.assert_array_equal(scale("tiny/sft@4"), earlier)
     (sft / MANIFEST).unlink()  # one that goes on is what it has saved last
     np.testing.assert_array_equal(scale("tiny/sft"), earlier)
+
+
+# ---- the moving average of a training, and the mean of its last checkpoints
+
+
+HERE = NamedSharding(make_mesh({"data": 1}, jax.devices()), PartitionSpec())
+ABSTRACT = {"w": jax.ShapeDtypeStruct((2,), "bfloat16", sharding=HERE)}
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    folder = tmp_path / "run" / "pretrain"
+    store = CheckpointStore(folder / "checkpoints", keep_last=3)
+    for step in (1, 2, 3, 4):
+        params = {"w": jnp.full(2, step, jnp.bfloat16)}
+        store.save(step, {"params": params, "ema_params": {"w": jnp.full(2, step / 8)}}, {})
+    store.wait()
+    (folder / MODEL).write_text("{}")
+    return folder
+
+
+def opened(name: str, runs: Path) -> Any:
+    target = resolve(name, runs)
+    return trained_params(target.path, None, target.step, ABSTRACT)["w"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("@ema", 0.5), ("@mean:1", 4.0), ("@mean:3", 3.0), ("@2", 2.0), ("", 4.0)]
+)
+def test_a_name_stands_for_the_average(training: Path, name: str, expected: float):
+    found = opened(f"run/pretrain{name}", training.parents[1])
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
+
+
+def test_its_results_are_kept_apart_from_those_of_the_checkpoint(training: Path):
+    runs = training.parents[1]
+    names = [f"run/pretrain{name}" for name in ("@4", "@ema", "@mean:1", "@mean:2")]
+    assert len({results_folder(resolve(name, runs), runs) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("name", ["@mean:4", "@mean:0", "@average", "@ema"])
+def test_what_is_not_there_is_refused_with_a_fix(training: Path, name: str):
+    store = CheckpointStore(training / "checkpoints")
+    store.save(9, {"params": {"w": jnp.ones(2)}}, {})  # without an average
+    store.wait()
+    assert refused(opened, f"run/pretrain{name}", training.parents[1]).fix

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from affinage.cli.watch import places
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, init_params, parse
@@ -20,6 +19,7 @@ from affinage.pipeline.opening import open_model
 from affinage.pipeline.runner import PipelineRunner
 from affinage.registry import load_named_plugins, load_plugins
 from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer
+from run_affinage import refused
 
 # of the quickstart: those that read the model
 MODEL_STAGES = {
@@ -64,8 +64,7 @@ def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
 
 def test_an_activation_and_a_norm_are_one_function_each(written):
     loaded = load_recipe(written / "my_blocks.yaml")
-    with pytest.raises(UserError, match="`reglu`"):
-        parse(loaded.recipe.model, loaded.locate, vocabulary=300)
+    refused(parse, loaded.recipe.model, loaded.locate, vocabulary=300, match="`reglu`")
     load_plugins(loaded)
     graph = parse(loaded.recipe.model, loaded.locate, vocabulary=300)
     assert parse(graph.to_dict()) == graph
@@ -99,9 +98,8 @@ def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
     facts = {"graph": {"inputs": ["tokens"], "nodes": {"mixed": {"kind": "channel_mix", "in": "tokens"}}}}
     (written / "model.json").write_text(json.dumps(facts | {"precision": {}}))
     (written / "tokenizer").mkdir()
-    with pytest.raises(UserError, match="unknown kind `channel_mix`") as caught:
-        open_model(str(written), written)
-    assert "AFFINAGE_PLUGINS=my_nodes.py affinage" in caught.value.fix
+    caught = refused(open_model, str(written), written, match="unknown kind `channel_mix`")
+    assert "AFFINAGE_PLUGINS=my_nodes.py affinage" in caught.fix
     monkeypatch.setenv("AFFINAGE_PLUGINS", str(written / "my_nodes.py"))
     load_named_plugins()
     assert "channel_mix" in LAYERS
@@ -109,16 +107,7 @@ def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
 
 @pytest.mark.parametrize("name", ["my_recipe", "my_blocks"])
 def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(written, name):
-    with pytest.raises(UserError) as caught:
-        check(load_recipe(written / f"{name}.yaml", ["export={}"]), "export")
-    assert caught.value.where == "--set export" and "`export: null`" in caught.value.fix
+    caught = refused(check, load_recipe(written / f"{name}.yaml", ["export={}"]), "export")
+    assert caught.where == "--set export" and "`export: null`" in caught.fix
     stages = [stage.name for stage in build_steps(load_recipe(written / f"{name}.yaml"))]
     assert "pretrain" in stages and "export" not in stages
-
-
-def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
-    monkeypatch.chdir(written)
-    runner = PipelineRunner(loaded := load_recipe("my_recipe.yaml"), Path("runs"), build_steps(loaded))
-    assert places(runner, ["sft", "dpo"])["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
-    Path("with_my_nodes").mkdir()
-    assert places(runner, ["sft", "dpo"])["next"].endswith("affinage chat runs/with_my_nodes")

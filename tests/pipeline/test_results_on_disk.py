@@ -1,5 +1,7 @@
 """Results: complete or not there, whatever kills the process."""
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -7,14 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from affinage.pipeline.store import Request, Store, link, read_manifest, read_request
+from affinage.config.load import load_recipe
+from affinage.pipeline.runner import PipelineRunner, ProgressListener
+from affinage.pipeline.step import Step, StepContext
+from affinage.pipeline.store import Request, Store, read_manifest, read_request
 from affinage.results import RESULT, read_json
-from run_affinage import run
+from run_affinage import refused, run
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 REQUEST = Request("filter", 1, {"data": {"filters": {"min_characters": 3}}}, {"ingest": "abc"}, {"a.txt": "1"})
@@ -52,14 +58,6 @@ def test_a_result_is_there_once_its_manifest_is_until_it_is_damaged_or_begun_aga
 def test_the_key_is_of_everything_in_the_request(change):
     assert replace(REQUEST, **change).key != REQUEST.key
     assert replace(REQUEST, settings=json.loads(json.dumps(REQUEST.settings))).key == REQUEST.key
-
-
-def test_a_link_is_replaced_in_one_step(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / "store" / name).mkdir(parents=True)
-        link(tmp_path / "run" / "filter", tmp_path / "store" / name)
-        assert os.readlink(tmp_path / "run" / "filter") == f"../store/{name}"
-    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["filter"]
 
 
 WRITER = """
@@ -115,3 +113,115 @@ def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_later(tmp_path, mon
     assert full.returncode == 2, full.stderr
     assert "Make room" in full.stderr and "Traceback" not in full.stderr
     run(*command)
+
+
+# ---- runs that share a folder
+
+
+# A road of two stages: what the first makes is the same for all names, and the second is each recipe's own.
+RUN = """
+import sys
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/.."]
+from test_results_on_disk import runner, ProgressListener
+runner(sys.argv[2], held_in=sys.argv[3]).run(ProgressListener())
+print("done", flush=True)
+"""
+
+
+def shared(context: StepContext) -> dict:
+    return _made(context)
+
+
+def own(context: StepContext) -> dict:
+    assert (context.inputs["shared"] / "text").read_text() == "shared"
+    return _made(context)
+
+
+def _made(context: StepContext) -> dict:
+    stage = context.folder.name.partition("-")[0]
+    with open("made.log", "a") as log:
+        log.write(f"{stage} of {context.recipe.name}\n")
+    if os.environ.get("HELD_IN") == stage:
+        child = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        print("ready", flush=True)
+        input()
+        child.kill()
+    (context.folder / "text").write_text(stage)
+    return {}
+
+
+def runner(name: str, held_in: str = "", force: tuple[str, ...] = ()) -> PipelineRunner:
+    os.environ["HELD_IN"] = held_in
+    road = [Step("shared", shared, {}), Step("own", own, {"name": name}, ("shared",))]
+    return PipelineRunner(load_recipe("r.yaml", [f"name={name}"]), Path("runs"), road, force=force)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts a run in a process of its own, which waits inside of a stage."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HELD_IN", "")
+    Path("r.yaml").write_text("name: r\nmodel: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}\n")
+    running = []
+
+    def process(name: str, held_in: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", RUN, str(Path(__file__).parent), name, held_in]
+        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert running[-1].stdout.readline() == "ready\n"
+        return running[-1]
+
+    yield process
+    for each in running:
+        each.kill()
+        each.communicate()
+
+
+def made() -> list[str]:
+    return Path("made.log").read_text().splitlines()
+
+
+class Heard(io.StringIO):
+    """A standard output that acts on the first line it gets."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.act = act
+
+    def write(self, text: str) -> int:
+        if not self.getvalue() and text.strip():
+            self.act()
+        return super().write(text)
+
+
+def go_on(process: subprocess.Popen) -> None:
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start):
+    first = start("a", "shared")
+    with contextlib.redirect_stdout(Heard(lambda: go_on(first))) as said:
+        assert list(runner("b").run(ProgressListener())) == ["own"]
+    assert said.getvalue().count("\n") == 1 and "shared: waiting" in said.getvalue()
+    assert first.stdout.readline() == "done\n"
+    assert sorted(made()) == ["own of a", "own of b", "shared of a"]
+    assert os.path.samefile("runs/a/shared", "runs/b/shared")
+
+
+def test_another_run_goes_on_beside_one_and_a_second_start_of_the_same_is_refused(start):
+    first = start("a", "own")
+    assert list(runner("b").run(ProgressListener())) == ["own"]
+    mistake = refused(lambda: runner("a").run(ProgressListener()))
+    assert "runs/a" in str(mistake) and mistake.fix
+    assert made() == ["shared of a", "own of a", "own of b"]
+
+    first.send_signal(signal.SIGKILL)  # what it has started outlives it, and holds nothing
+    first.wait()
+    assert list(runner("a").run(ProgressListener())) == ["own"]
+    assert len(runner("b", force=("shared",)).run(ProgressListener())) == 2
+
+
+def test_what_a_killed_run_was_making_is_made_by_whoever_waited(start):
+    first = start("a", "shared")
+    with contextlib.redirect_stdout(Heard(first.kill)):
+        assert list(runner("b").run(ProgressListener())) == ["shared", "own"]

@@ -1,16 +1,16 @@
 """Whatever changes outside is seen: files by their content, URLs by what their servers say of them."""
 
-import http.server
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import hub_server
 from affinage.data.files import CACHE_VARIABLE
 from affinage.errors import UserWarned
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
+from hub_server import Fault, Hub
 from run_affinage import run
 
 LARGE = 17_000_000
@@ -56,82 +56,62 @@ def test_a_copy_of_a_small_file_is_the_same_and_a_large_one_is_known_by_its_time
         assert (here == there) is same
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """One file, under any name, with headers of the test's choice."""
-
-    content = b"A text about a river and an old bridge.\n" * 20
-    headers: dict[str, str]
-    asked: list[str]
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.command)
-        self.send_response(200)
-        for name, value in {**self.server.headers, "Content-Length": str(len(self.server.content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(self.server.content)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None: ...
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server(("127.0.0.1", 0), Handler) as serving:
-        serving.headers, serving.asked = {}, []
-        threading.Thread(target=serving.serve_forever, daemon=True).start()
-        yield serving
-        serving.shutdown()
+def hub() -> Iterator[Hub]:
+    """A server with one file, whose headers are those of a fault where a test wants others."""
+    with hub_server.serving() as hub:
+        hub.commit("models/me/files", {"text.txt": b"A text about a river and an old bridge.\n" * 20})
+        yield hub
 
 
-def url_of(server: Server) -> str:
-    return f"http://127.0.0.1:{server.server_address[1]}/text.txt"
+def url_of(hub: Hub) -> str:
+    return f"{hub.address}/me/files/resolve/main/text.txt"
 
 
-def test_a_url_is_known_by_its_etag_or_its_time_and_else_or_without_an_answer_as_before(server: Server):
-    url = url_of(server)
+def with_headers(hub: Hub, **headers: str) -> None:
+    hub.faults[:] = [
+        Fault("text.txt", 200, {name.replace("_", "-"): value for name, value in headers.items()}, times=99)
+    ]
+
+
+def test_a_url_is_known_by_its_etag_or_its_time_and_else_or_without_an_answer_as_before(hub: Hub):
+    url = url_of(hub)
     for etag in ({"ETag": '"1"'}, {}):
-        server.headers = {**etag, "Last-Modified": "Mon"}
+        with_headers(hub, **etag, Last_Modified="Mon")
         before = remote_fingerprints([url], {})
         assert remote_fingerprints([url], {"else": "x"}) == before
-        server.headers = {"ETag": '"2"', "Last-Modified": "Mon"} if etag else {"Last-Modified": "Tue"}
+        with_headers(hub, **({"ETag": '"2"', "Last_Modified": "Mon"} if etag else {"Last_Modified": "Tue"}))
         assert remote_fingerprints([url], before) != before
-    server.headers = {}
+    with_headers(hub)
     with pytest.warns(UserWarned, match="no version"):
         assert remote_fingerprints([url], {url: "former"}) == {url: "former"}
-    server.shutdown()
-    server.server_close()
+    nobody = "http://127.0.0.1:9/text.txt"
     with pytest.warns(UserWarned, match="cannot check whether"):
-        assert remote_fingerprints([url], {url: "former"}) == {url: "former"}
+        assert remote_fingerprints([nobody], {nobody: "former"}) == {nobody: "former"}
 
 
 def ingest(recipe: Path, *words: str) -> None:
     run("run", recipe, "--until", "ingest", "--runs", recipe.parent / "runs", *words)
 
 
-def test_a_changed_url_is_fetched_again_and_so_is_any_by_force(server: Server, tmp_path: Path, capsys):
+def test_a_changed_url_is_fetched_again_and_so_is_any_by_force(hub: Hub, tmp_path: Path, capsys):
     recipe = tmp_path / "web.yaml"
-    recipe.write_text(RECIPE.format(url=url_of(server)))
-    server.headers = {"ETag": '"1"'}
+    recipe.write_text(RECIPE.format(url=url_of(hub)))
+
+    def text() -> bytes:
+        [file] = (tmp_path / "runs/web/ingest").rglob("*.parquet")
+        return file.read_bytes()
+
     ingest(recipe)
-    server.asked.clear()
+    hub.requests.clear()
     ingest(recipe)
-    assert server.asked == ["HEAD"] and "Nothing to do" in capsys.readouterr().out
-    server.headers, server.content = {"ETag": '"2"'}, b"Another text about the same river.\n" * 20
+    assert len(hub.requests) == 1 and "Nothing to do" in capsys.readouterr().out
+    hub.commit("models/me/files", {"text.txt": b"Another text about the same river.\n" * 20})
     ingest(recipe)
-    assert "files changed" in capsys.readouterr().out
-    [text] = (tmp_path / "runs/web/ingest").rglob("*.parquet")
-    assert b"Another text" in text.read_bytes()
-    server.headers, server.content = {}, b"A third one.\n" * 20
-    with pytest.warns(UserWarned, match=f"cannot check whether {url_of(server)} has changed"):
+    assert "files changed" in capsys.readouterr().out and b"Another text" in text()
+    with_headers(hub)  # and another text
+    with pytest.warns(UserWarned, match=f"cannot check whether {url_of(hub)} has changed"):
         ingest(recipe)
     assert "Nothing to do" in capsys.readouterr().out
     ingest(recipe, "--force", "ingest")
-    [text] = (tmp_path / "runs/web/ingest").rglob("*.parquet")
-    assert b"A third one" in text.read_bytes()
+    assert b"it does not work" in text()

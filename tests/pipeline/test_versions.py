@@ -8,8 +8,6 @@ which the message shows, into RESULTS.
 import hashlib
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -54,7 +52,7 @@ _OF_THE_MACHINE = {
 }  # fmt: skip
 
 
-def contents(file: Path) -> Any:
+def contents(file):
     """What stands in a file, apart from how it is written."""
     if file.suffix == ".parquet":
         return pq.read_table(file).to_pylist()
@@ -75,7 +73,7 @@ def contents(file: Path) -> Any:
     return json.loads(text) if file.suffix == ".json" else text
 
 
-def split(value: Any, numbers: list[float]) -> Any:
+def split(value, numbers: list[float]):
     """The value without its floating-point numbers, which go into the list."""
     if isinstance(value, dict):
         return {str(key): split(entry, numbers) for key, entry in sorted(value.items()) if key not in _OF_THE_MACHINE}
@@ -92,7 +90,7 @@ def split(value: Any, numbers: list[float]) -> Any:
     return re.sub(r"-[0-9a-f]{12}\b", "", value) if isinstance(value, str) else value  # the key of a result
 
 
-def made(folder: Path) -> tuple[str, float]:
+def made(folder) -> tuple[str, float]:
     """(hash of all that is exact, mean of all numbers) in a result."""
     numbers: list[float] = []
     files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
@@ -103,7 +101,7 @@ def made(folder: Path) -> tuple[str, float]:
     return exact, float(f"{np.mean(np.arcsinh(numbers)):.5g}") if numbers else 0.0  # large ones do not hide small ones
 
 
-def check(run: Path, steps: list[str]) -> None:
+def check(run, steps: list[str]) -> None:
     """Every step's result is the one that is noted for its version."""
     lines = []
     for step in steps:
@@ -114,27 +112,14 @@ def check(run: Path, steps: list[str]) -> None:
     assert not lines, "these steps make something else than what is noted for their versions:\n" + "\n".join(lines)
 
 
-def test_every_step_of_a_run_from_text_makes_what_its_version_stands_for(tiny_runs: Path):
+def test_every_step_of_a_run_from_text_makes_what_its_version_stands_for(tiny_runs):
     check(tiny_runs / "tiny", [path.name for path in sorted((tiny_runs / "tiny").iterdir()) if path.is_dir()])
 
 
-def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
+def test_so_do_those_that_few_recipes_have(own_runs, tmp_path):
     documents = document_files(own_runs / "tiny/dedup")[0]
     text = pq.read_table(documents, columns=["text"])["text"][0].as_py()
     (tmp_path / "items.txt").write_text(" ".join(text.split()[3:15]) + "\n")
-    settings = [
-        "name=more",
-        f"data.decontaminate={{benchmark_files: ['{tmp_path / 'items.txt'}'], benchmarks: false, n_grams: 5}}",
-    ]
-    run("run", *tiny_run.WORDS, "--until", "decontaminate", "--runs", own_runs, settings=settings)
+    items = f"data.decontaminate={{benchmark_files: ['{tmp_path / 'items.txt'}'], benchmarks: false, n_grams: 5}}"
+    run("run", *tiny_run.WORDS, "--until", "decontaminate", "--runs", own_runs, settings=["name=more", items])
     check(own_runs / "more", ["decontaminate"])
-
-
-def test_a_changed_result_is_another_one_and_the_time_it_took_is_not(tmp_path: Path):
-    def result(**lines: Any) -> tuple[str, float]:
-        (tmp_path / "metrics.jsonl").write_text(json.dumps(lines))
-        return made(tmp_path)
-
-    noted = result(step=1, loss=2.5, seconds=1.0)
-    assert result(step=1, loss=2.5, seconds=9.0) == noted
-    assert result(step=2, loss=2.5, seconds=1.0)[0] != noted[0] and result(step=1, loss=2.6, seconds=1.0) != noted

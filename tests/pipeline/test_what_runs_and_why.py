@@ -12,6 +12,7 @@ from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.pipeline.step import Step, StepContext
 from affinage.results import read_json
+from run_affinage import refused
 
 RECIPE = """\
 name: small
@@ -88,11 +89,8 @@ def test_once_is_enough(load, tmp_path):
 def test_reasons(load, tmp_path):
     toy_run(load, tmp_path, toy())
     reasons, _ = toy_run(load, tmp_path, toy({"a": {"b": 2}, "d": "new"}))
-    assert reasons == {
-        "one": "settings changed: a.b, d",
-        "two": "input changed: one",
-        "three": "input changed: one, two",
-    }
+    changed = {"one": "settings changed: a.b, d", "two": "input changed: one", "three": "input changed: one, two"}
+    assert reasons == changed
     assert toy_run(load, tmp_path, toy())[1] == [], "the former results are still there"
     road = toy()
     road[1] = Step("two", write_text, {"c": [1, 2]}, ("one",), sources={"my.txt": "other"})
@@ -110,8 +108,7 @@ def test_damage_and_force(load, tmp_path):
     assert reasons["two"].startswith("damaged: text has") and ran == ["two"]
     reasons, ran = toy_run(load, tmp_path, toy(), force=["two"])
     assert (reasons["two"], reasons["three"], ran) == ("forced", "forced by two", ["two", "three"])
-    with pytest.raises(UserError, match="no step `too`"):
-        toy_run(load, tmp_path, toy(), force=["too"])
+    refused(toy_run, load, tmp_path, toy(), force=["too"], match="no step `too`")
 
 
 def test_a_result_whose_folder_is_deleted_is_none(load, tmp_path):
@@ -127,8 +124,7 @@ def test_a_result_whose_folder_is_deleted_is_none(load, tmp_path):
 
 def test_until(load, tmp_path):
     assert toy_run(load, tmp_path, toy(), until=["two"])[1] == ["one", "two"]
-    with pytest.raises(UserError, match="`for`"):
-        toy_run(load, tmp_path, toy(), until=["for"])
+    refused(toy_run, load, tmp_path, toy(), until=["for"], match="`for`")
 
 
 @pytest.mark.parametrize("resumable", [False, True])
@@ -152,12 +148,10 @@ def test_an_interrupted_training_resumes_and_any_other_step_begins_again(load, t
 
 def test_a_training_that_is_refused_before_its_first_step_leaves_the_run_as_it_was(load, tmp_path):
     train = Step("train", refuse, {}, resumable=True, has_progress=True)
-    with pytest.raises(UserError, match="cannot be trained"):
-        toy_run(load, tmp_path, [train])
+    refused(toy_run, load, tmp_path, [train], match="cannot be trained")
     toy_run(load, tmp_path, [Step("train", write_text, {"a": 1})])
     before = os.readlink(tmp_path / "runs/small/train")
-    with pytest.raises(UserError, match="cannot be trained"):
-        toy_run(load, tmp_path, [train])
+    refused(toy_run, load, tmp_path, [train], match="cannot be trained")
     assert os.readlink(tmp_path / "runs/small/train") == before
 
 
@@ -218,9 +212,8 @@ def test_changed_user_files_are_noticed(load, tmp_path):
 
 
 def test_sections_left_out_have_no_stages(load):
-    names = [
-        stage.name for stage in build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
-    ]
+    road = build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
+    names = [stage.name for stage in road]
     assert names == ["ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "pretrain", "report"]
     assert "dedup" not in [stage.name for stage in build_steps(load("data.dedup=null"))]
     assert build_steps(load("data=null")) == []

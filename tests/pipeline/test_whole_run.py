@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 
 import tiny_run
-from affinage.data.dataloader import make_batch
-from affinage.data.tuning_data import documents_in_a_row
-from affinage.generation.engine import LoadedModel
-from affinage.model import ApplyConfig, apply
 from affinage.pipeline.models import is_chat
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.store import Store, read_request
@@ -69,19 +65,6 @@ def test_documents_are_counted_through_the_data_steps(tiny_runs: Path):
     assert tokenizer["vocabulary"] == 512 and tokenizer["round_trip"]["exact"] == tokenizer["round_trip"]["documents"]
 
 
-LOGGED = {"pretrain": ([1, 5, 10, 15, 20], [10, 20]), "sft": ([1, 2, 3, 4, 5], [5]), "dpo": ([1, 2, 3, 4], [2, 4])}
-
-
-@pytest.mark.parametrize("training", LOGGED)
-def test_a_training_logs_its_loss_and_learns(tiny_runs: Path, training: str):
-    rows, facts, (logged, validated) = metrics(tiny_runs, training), summary(tiny_runs, training), LOGGED[training]
-    assert [row["step"] for row in rows] == logged
-    assert [row["step"] for row in metrics(tiny_runs, training, "validation")] == validated
-    assert facts["steps"] == logged[-1]
-    assert facts["final_loss"] == rows[-1]["loss"] < rows[0]["loss"] == facts["first_loss"]
-    assert (tiny_runs / "tiny" / training / "checkpoints" / str(logged[-1])).is_dir()
-
-
 def test_preferences_begin_undecided_and_log_their_rewards(tiny_runs: Path):
     rows = metrics(tiny_runs, "dpo")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # the model is its own reference
@@ -111,26 +94,6 @@ def test_each_model_is_judged_on_the_same_tasks(tiny_runs: Path):
     for chat in chats:
         assert base.keys() < chat.keys() and {name.split("_")[1] for name in chat.keys() - base.keys()} == {"chat"}
     assert all(task["items"] == 4 for task in (base | chats[0]).values())
-
-
-def alone(model: LoadedModel, tokens: np.ndarray, trained: np.ndarray) -> float:
-    """Log-probability of the trained tokens of one document, in a row of its own."""
-    outputs = apply(model.graph, model.params, {"tokens": tokens[None]}, ApplyConfig(until=model.graph.logits))
-    logits = np.asarray(outputs.values[model.graph.logits].array(), np.float64)[0, :-1]
-    normal = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return float(sum(normal[i, token] for i, token in enumerate(tokens[1:]) if trained[i + 1]))
-
-
-def test_the_reference_is_what_the_model_says_of_each_answer_alone(tiny_runs: Path):
-    model, rows = open_model("tiny/sft", tiny_runs), tiny_runs / "tiny/preference-data/train/pocket-world"
-    told = np.load(tiny_runs / "tiny/ref-logprobs/train/pocket-world.npy")
-    tokens, mask = np.load(rows / "tokens-00000-of-00001.npy"), np.load(rows / "loss_mask-00000-of-00001.npy")
-    assert told.shape == (len(tokens), documents_in_a_row(tiny_runs / "tiny/preference-data"))
-    batch = make_batch(tokens[-1:].astype(np.int32), mask[-1:], np.zeros(1))
-    for number in range(2):
-        inside = (batch["segment_ids"][0] == 1 + number) & (tokens[-1] != 0)
-        expected = alone(model, tokens[-1][inside].astype(np.int32), mask[-1][inside])
-        assert told[-1, number] == pytest.approx(expected, rel=1e-4)
 
 
 def test_only_adapters_are_exported_and_the_user_names_their_base(own_runs: Path, tmp_path: Path):

@@ -9,7 +9,8 @@ from small_plans import SMALL, plan_of
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
-from affinage.planning.compiled import attention_in, compile_on, compile_step, out_of_memory
+from affinage.planning.compiled import compile_on, compile_step, out_of_memory
+from run_affinage import refused
 
 SIX = "model.nodes.blocks.repeat=6"
 ROWS = "pretrain.batch_size=256"  # of fewer the compiler keeps a good part in a v4's 128 MB beside its HBM
@@ -55,21 +56,7 @@ def test_the_estimate_is_near_what_the_processors_compiler_takes(tmp_path):
 def test_a_compiler_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, fix in (("v3-8", "Leave out --compile"), ("v4-8", "affinage[tpu]"), ("h100x8", "affinage[gpu-plan]")):
-        with pytest.raises(UserError) as refused:
-            compile_on(SMALL, [], find_slice(name))
-        assert fix in refused.value.fix
-
-
-@pytest.mark.parametrize(
-    ("program", "kernels"),
-    [
-        ('%a = bf16[2] custom-call(%b), custom_call_target="__cudnn$fmhaSoftmax"\n', {"fmhaSoftmax": 1}),
-        ("  %splash_mha_fwd.1 = (f32[2], bf16[4]) custom-call(%a, %b)\n", {"splash_mha_fwd": 1}),
-        ('%a = f32[2] custom-call(%b), custom_call_target="__cublas$gemm"\n', {}),
-    ],
-)
-def test_the_kernels_of_attention_are_found_in_a_program(program, kernels):
-    assert attention_in(program) == kernels
+        assert fix in refused(compile_on, SMALL, [], find_slice(name)).fix
 
 
 @pytest.mark.full
@@ -83,11 +70,8 @@ def test_a_step_is_compiled_for_gpus_that_are_not_here():
 @pytest.mark.full
 def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
     with pytest.raises(UserError, match="batch 6 does not divide"):
-        compile_on(
-            "quickstart",
-            ["pretrain.batch_size=6", "pretrain.gradient_accumulation_steps=6", "mesh.data=4"],
-            find_slice("v4-8"),
-        )
+        layout = ["pretrain.batch_size=6", "pretrain.gradient_accumulation_steps=6", "mesh.data=4"]
+        compile_on("quickstart", layout, find_slice("v4-8"))
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ import json
 
 import pytest
 import yaml
-from small_plans import SMALL, rarer, settings
+from small_plans import SMALL, plan_of, rarer, settings
 
 from affinage.config.load import load_recipe
-from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
+from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
 from affinage.planning.search import Candidate, candidates, curve, order, search
+from run_affinage import refused
 
 TINY = ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=4"]
 TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
@@ -62,24 +63,19 @@ def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, mo
     assert estimated < count and all(made.fits for _, made in best)
 
 
-ODD = "model.nodes.blocks.attention={heads: 3, head_dim: 64}", "model.nodes.blocks.ffn.width=999"
+ODD = "model.nodes.blocks={repeat: 3, attention: {heads: 3, head_dim: 64}, ffn: {width: 999}}"
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "named"),
     [
-        (
-            "v4-8",
-            ["pretrain.batch_size=3", "packing.seq_len=33", "model.nodes.blocks.repeat=3", *ODD],
-            "no mesh of v4-8",
-        ),
+        ("v4-8", [ODD, "pretrain.batch_size=3", "packing.seq_len=33"], "no mesh of v4-8"),
         rarer("v5e-1", ["model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64"], "weights and moments alone"),
     ],
     ids=["nothing divides", "nothing fits"],
 )
 def test_a_search_that_finds_nothing_names_why(name, overrides, named):
-    with pytest.raises(UserError, match=named):
-        found(name, *overrides)
+    refused(lambda: found(name, *overrides), match=named)
 
 
 def test_only_axes_of_which_there_is_something_are_tried():
@@ -120,5 +116,61 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
     assert weak[0][1] == strong[0][1] == 1.0 and weak[-1][1] > strong[-1][1]
     assert strong[0][0].time.seconds > strong[1][0].time.seconds
     wrong = load_recipe(SMALL, ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"])
-    with pytest.raises(UserError, match="gradient_accumulation_steps"):
-        curve(wrong.recipe, graph, "weak", find_slice("v4-8"))
+    refused(lambda: curve(wrong.recipe, graph, "weak", find_slice("v4-8")), match="gradient_accumulation_steps")
+
+
+# ---- the most layers, with a compiler that is a line
+
+
+GiB = 2**30
+WHERE = find_slice("v4-16")
+
+
+def compiler(fixed, per_layer, silent=False):
+    """Refuses what needs more than a line says; as the real one, it may not tell how much."""
+
+    def report(recipe, overrides, where):
+        layers = int(overrides[-1].partition("repeat=")[2])
+        needed = int((fixed + per_layer * layers) * GiB)
+        fits = needed <= 30.75 * GiB
+        return CompileReport(fits, 0 if silent and not fits else needed)
+
+    return report
+
+
+@pytest.mark.parametrize(("fixed", "per_layer", "silent"), [(2.0, 0.22, False), (9.0, 0.3, True)])
+def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent, monkeypatch):
+    monkeypatch.setattr("affinage.planning.compiled.compile_on", compiler(fixed, per_layer, silent=silent))
+    reports, layers, _, made = capacity("capacity", shape(5120, WHERE), WHERE, tries=20)
+    assert layers == int((30.75 - fixed) / per_layer // 2) * 2 == made.device.graph["blocks"].repeat
+    assert len(reports) <= (12 if silent else 5)
+
+
+def test_the_mesh_is_of_the_heads():
+    assert shape(10240, find_slice("v4-128"))[-1] == "mesh={fsdp: 4, tensor: 16}"
+
+
+def test_the_estimate_knows_that_layers_are_updated_in_place():
+    whole, layerwise = (
+        plan_of("capacity", "v4-16", "model.nodes.blocks.repeat=20", f"pretrain.optimizer_in_backward={update}").memory
+        for update in ("false", "true")
+    )
+    assert whole.weights == layerwise.weights
+    assert layerwise.gradients < 0.2 * whole.weights < whole.gradients
+
+
+@pytest.mark.full
+def test_the_real_compiler_holds_no_gradients_of_all_layers():
+    pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
+    small = ["model.nodes.embed.width=1024", "model.nodes.blocks.attention.heads=8", "model.nodes.blocks.repeat=24"]
+    small += ["model.nodes.blocks.ffn.width=4096", "tokenizer.vocab_size=2048", "model.nodes.embed.vocab=2048"]
+    report = compile_on("capacity", [*small, "mesh.tensor=4"], find_slice("v4-8"))
+    assert report.fits
+    weights = report.argument_bytes / 3  # and two moments, all in bfloat16
+    assert report.temporary_bytes < 0.7 * weights
+
+
+def test_the_verb_compares_with_what_fax_reached(affinage, monkeypatch):
+    monkeypatch.setattr("affinage.planning.compiled.compile_on", compiler(2.0, 0.22))
+    _, out, err = affinage("plan", "capacity", "--on", "v4-16", "--width", "5120")
+    assert "FAX reached 13.7B at 0.87 s" in out and "refused" in err and "--set" in out

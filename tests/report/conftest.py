@@ -2,10 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 from synthetic_run import build_run
@@ -14,13 +11,13 @@ from affinage.report import Facts, collect_facts, render
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory):
     """The run, to be read only."""
     return build_run(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture(scope="session")
-def facts(made: Path) -> Facts:
+def facts(made) -> Facts:
     return collect_facts(made)
 
 
@@ -31,17 +28,17 @@ def pages(facts: Facts) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
+def run(made, tmp_path):
     """A copy of the run for a test that changes it."""
     return shutil.copytree(made, tmp_path / "synthetic")
 
 
 @pytest.fixture
-def change() -> Callable[[Path], Any]:
+def change():
     """`with change(file) as content:` rewrites a JSON file."""
 
     @contextmanager
-    def change(path: Path) -> Iterator[dict[str, Any]]:
+    def change(path):
         content = json.loads(path.read_text())
         yield content
         path.write_text(json.dumps(content))

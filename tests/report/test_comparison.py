@@ -9,7 +9,7 @@ from synthetic_run import build_run, write_json
 
 from affinage.config.yaml import brief
 from affinage.report import collect_facts
-from affinage.report.comparison import Entrant, comparison, differing_settings, render_comparison
+from affinage.report.page import Entrant, comparison, differing_settings, render_comparison
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +69,3 @@ def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, affi
     assert (difference["from"], difference["to"], difference["difference"]) == ("small", "wide", 0.5)
     assert difference["low"] > 0, "the paired test finds it real"
     assert (tmp_path / "c.html").read_text().startswith("<!doctype html>")
-
-
-def test_what_was_not_asked_alike_and_what_a_metric_is_are_said(tmp_path: Path, affinage):
-    for name, prompt, score in (("a", "p", -5.2), ("b", "q", -4.9)):
-        (tmp_path / name / "items").mkdir(parents=True)
-        line = {"id": 0, "filter": "none", "prompt_hash": prompt, "perplexity": score}
-        lines = "".join(json.dumps({**line, "hash": str(n)}) + "\n" for n in range(3))
-        (tmp_path / name / "items" / "lambada_openai.jsonl").write_text(lines)
-    for html in ([], ["--html", str(tmp_path / "c.html")]):
-        status, out, _ = affinage("compare", str(tmp_path / "a"), str(tmp_path / "b"), *html)
-        said = (tmp_path / "c.html").read_text() if html else " ".join(out.split())
-        assert status == 0 and "higher is better" in said and "log_likelihood" in said
-        assert "not of the models alone: lambada_openai (items with another prompt or right answer: 3)" in said

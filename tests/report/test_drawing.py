@@ -2,19 +2,20 @@
 
 import math
 import re
+import string
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from babel.messages.extract import extract_from_dir
+from babel.messages.pofile import read_po
+from html_page import Page
 
-from affinage.report.figures import (
-    Axis,
-    Interval,
-    Row,
-    Series,
-    line_figure,
-    row_chart,
-)
+from affinage.data import readers
+from affinage.report import language
+from affinage.report.figures import Axis, Bar, Series, line_figure, row_chart
 from affinage.report.language import Language
+from affinage.report.page import summary
 
 EN, FR = Language("en"), Language("fr")
 SHARE = Axis("score", ".0%")
@@ -53,18 +54,12 @@ def test_every_point_is_inside_and_higher_values_are_higher(log: bool):
 
 
 def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
-    picture = drawn(row_chart([Row("task", [Interval(0.5, 0.1, 0), Interval(0.9, 0.2, 1)], 0.25)], SHARE, "s", EN))
+    bars = [Bar("task", 0.5, 0.1, 0), Bar("task", 0.9, 0.2, 1)]
+    picture = drawn(row_chart(bars, {"task": 0.25}, SHARE, "s", EN))
     (half,) = [one for one in picture.iter() if one.get("d") and one.get("stroke") == "var(--s0)"]  # the point at 0.5
     inner = 2 * placed(half)[0]
     assert [end / inner for end in lines(picture, "var(--s0)")[0]] == near([0.4, 0.6], abs=1e-3)
     assert [end / inner for end in lines(picture, "var(--s1)")[0]] == near([0.7, 1.0], abs=1e-3)
-
-
-def test_drawings_have_a_text_and_escape_what_others_wrote():
-    row = Row('<b>"task"</b>', [Interval(0.5, 0.1, 0)])
-    drawing = row_chart([row], Axis("</text><script>"), "scores & <more>", EN)
-    assert "<b>" not in drawing and "<script" not in drawing and "task" in drawing
-    assert drawing.count('role="img" aria-label="scores &amp; &lt;more&gt;"') == 2
 
 
 def plain(text: str) -> str:
@@ -88,3 +83,52 @@ def plain(text: str) -> str:
 def test_numbers_are_written_as_readers_of_each_language_expect(write, value, english, french):
     assert (plain(getattr(EN, write)(value)), plain(getattr(FR, write)(value))) == (english, french)
     assert [getattr(EN, write)(each) for each in (None, math.nan, math.inf)] == ["–"] * 3
+
+
+PACKAGE = Path(language.__file__).parent
+ENGLISH = r"\b(the|of|and|with|is|are|was|were|from|that|this|which|per|by|for|in)\b"
+
+
+def catalogue(context: str | None) -> dict[str, str]:
+    """The French messages of the report."""
+    with (PACKAGE / "locale" / "fr.po").open("rb") as file:
+        return {str(one.id): str(one.string) for one in read_po(file) if one.id and one.context == context}
+
+
+def extracted() -> set[str]:
+    """All messages in the templates and the code."""
+    methods = [("**.py", "python"), ("**.j2", "jinja2")]
+    found = extract_from_dir(PACKAGE, method_map=methods, keywords={"t": None, "N_": None})
+    return {message for _, _, message, _, _ in found}
+
+
+def test_no_english_is_left_on_the_page_and_numbers_are_french(pages: dict[str, str], facts):
+    ours = Page(pages["fr"]).own
+    assert len(ours) > 200, "the page was read"
+    assert [text for text in ours if re.search(ENGLISH, text)] == []
+    whole = {text for text in extracted() if " " in text and "{" not in text} - set(catalogue(None).values())
+    assert whole.isdisjoint(ours) and '<html lang="fr">' in pages["fr"]
+    shown = " ".join(ours)
+    assert not re.search(r"(?<![\w-])\d+\.\d", shown), "a decimal point that is not of a name"
+    assert not re.search(r"\d%", shown), "no space before a percent sign"
+    assert summary(facts, "fr").startswith("Un modèle de 1,44\u202fM paramètres, préentraîné sur")
+
+
+def test_every_message_has_its_french_with_the_same_blanks_and_no_french_is_left_over():
+    french = catalogue(None)
+    assert extracted() == set(french)
+    # Words that are the same in both languages, looked at one by one.
+    assert {text for text in french if text == french[text]} <= {
+        "Sources", "Source", "Documents", "Tokens", "Total", "Scores", "pts", "base", "Part", "Versions", "tokens",
+        "{count} tokens", "validation", "compilation",
+    }  # fmt: skip
+    for english, text in french.items():
+        assert {f[1] for f in string.Formatter().parse(english)} == {f[1] for f in string.Formatter().parse(text)}
+        assert not re.search(" [:;?!»]", text), text
+
+
+def test_every_reason_of_the_steps_has_its_french():
+    reasons = {"no text key", "too large", readers.UNKNOWN_KIND, "empty", "not UTF-8", "not JSON", "in a benchmark"}
+    assert not reasons - set(catalogue("reason"))
+    assert Language("fr").reason("too short") == "trop court"
+    assert Language("fr").reason("whatever a plug-in writes") == "whatever a plug-in writes"

@@ -1,12 +1,11 @@
 """The page as a browser shows it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from affinage.report import write_report
-from browser import EXECUTABLE, Browser, browser
+from browser import EXECUTABLE, Browser
 
 pytestmark = [
     pytest.mark.full,
@@ -24,12 +23,6 @@ def report(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = tmp_path_factory.mktemp("report") / "report.html"
     write_report(made, page, "fr")
     return page
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as one:
-        yield one
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])

@@ -2,9 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,15 +15,16 @@ from affinage.hub.folder import INDEX, HubWeights, hub_facts, read_hub_folder
 from affinage.pipeline.models import made_from
 from affinage.pipeline.opening import fitting_tokenizer
 from affinage.pipeline.store import read_request
+from run_affinage import refused
 
 DEEP = "[" * 100_000
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "rope_scaling": None,
     "attention_bias": False, "head_dim": 4,
 }  # fmt: skip
-GPT2: dict[str, Any] = {
+GPT2 = {
     "model_type": "gpt2", "vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
     "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
 }  # fmt: skip
@@ -39,9 +38,8 @@ def tokenizer_json(**changes: object) -> str:
     model = {"type": "WordLevel", "vocab": words, "unk_token": "a"}
     none = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     added = [{"id": 0, "content": "</s>", **TOKEN}]
-    return json.dumps(
-        {"version": "1.0", "added_tokens": added, "pre_tokenizer": split, "model": model} | none | changes
-    )
+    given = {"version": "1.0", "added_tokens": added, "pre_tokenizer": split, "model": model}
+    return json.dumps(given | none | changes)
 
 
 def word_level(token: object) -> dict:
@@ -65,7 +63,6 @@ class Trap:
     "text",
     [
         "name: !!python/object/apply:os.system ['touch x']",
-        "name: !!python/name:os.system",
         "name: !function os.system",
         "? [a, b]\n: c",
         "a: &a [*a]",
@@ -74,17 +71,15 @@ class Trap:
         "a: &a [x,x,x,x,x,x,x,x,x,x]\n"
         + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
     ],
-    ids=["object", "name", "function", "key", "loop", "deep", "digits", "billion laughs"],
+    ids=["object", "function", "key", "loop", "deep", "digits", "billion laughs"],
 )
 def test_a_recipe_is_words_and_numbers(text: str):
-    with pytest.raises(UserError):
-        parse(text, "x.yaml")
+    refused(parse, text, "x.yaml")
 
 
 @pytest.mark.parametrize("name", ["../up", "/up", ".hidden", "a/b", "a\n", ""])
 def test_the_name_of_a_run_leads_nowhere_else(tmp_path: Path, name: str):
-    with pytest.raises(UserError):
-        load_recipe("quickstart", [f"name={json.dumps(name)}"])
+    refused(load_recipe, "quickstart", [f"name={json.dumps(name)}"])
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "..", "a/../../b", "C:\\x", "nul\0l", "~/x"])
@@ -106,17 +101,14 @@ def test_an_index_of_weights_leads_nowhere_else(tmp_path: Path, index: str):
     (tmp_path / "secret.safetensors").write_bytes(b"x")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / INDEX).write_text(index)
-    with pytest.raises(UserError):
-        HubWeights(tmp_path / "model")
+    refused(HubWeights, tmp_path / "model")
 
 
 def test_weights_that_are_pickles_are_not_read(tmp_path: Path):
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    with pytest.raises(UserError):
-        HubWeights(tmp_path)
+    refused(HubWeights, tmp_path)
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "pytorch_model.bin").read_bytes())
-    with pytest.raises(UserError):
-        HubWeights(tmp_path)
+    refused(HubWeights, tmp_path)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -155,8 +147,7 @@ def test_a_configuration_of_odd_values_ends_in_a_message(tmp_path: Path, config:
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "5", '"x"', DEEP, "9" * 5000, "\ud800", '{"model_type": []}'])
 def test_a_configuration_that_is_none_ends_in_a_message(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
-    with pytest.raises(UserError):
-        read_hub_folder(tmp_path)
+    refused(read_hub_folder, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +164,7 @@ def test_a_configuration_that_is_none_ends_in_a_message(tmp_path: Path, text: st
 )  # fmt: skip
 def test_a_tokenizer_that_is_none_or_has_ids_far_off_ends_in_a_message(tmp_path: Path, text: str):
     (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(UserError):
-        fitting_tokenizer(tmp_path, 100)
+    refused(fitting_tokenizer, tmp_path, 100)
 
 
 @pytest.mark.parametrize(
@@ -189,15 +179,10 @@ def test_a_tokenizer_that_is_none_or_has_ids_far_off_ends_in_a_message(tmp_path:
 def test_the_configuration_of_a_tokenizer_is_read_or_ends_in_a_message(tmp_path: Path, text: str):
     (tmp_path / "tokenizer.json").write_text(tokenizer_json())
     (tmp_path / "tokenizer_config.json").write_text(text)
-    asked: list[Callable[[], object]] = [
-        lambda: template_in(tmp_path),
-        lambda: hub_facts(tmp_path),
-        lambda: Tokenizer(tmp_path).special_tokens,
-        lambda: Tokenizer(tmp_path).stops,
-        lambda: Tokenizer(tmp_path).opening,
-    ]
+    asked = [template_in, hub_facts, lambda folder: Tokenizer(folder).special_tokens]
+    asked += [lambda folder: Tokenizer(folder).stops, lambda folder: Tokenizer(folder).opening]
     for ask in asked:
         try:
-            ask()
+            ask(tmp_path)
         except UserError as error:
             assert "tokenizer" in str(error)

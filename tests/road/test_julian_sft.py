@@ -12,8 +12,6 @@ from affinage.data.dataloader import DataLoader
 from affinage.data.json_files import read_object
 from affinage.data.special_tokens import IM_END, IM_START
 from affinage.data.tuning_data import prepare_tuning_data
-from affinage.pipeline.build import build_steps
-from affinage.pipeline.runner import PipelineRunner
 from tiny_models import tokenizer
 
 COUNTS = {
@@ -60,9 +58,8 @@ def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tmp_path: Path):
     overrides = [f"sft.mirror={mirror}", "sft.seq_len=256", "sft.validation_fraction=0"]
     settings = load_recipe("julian-sft", overrides).recipe.sft
     assert settings is not None
-    summary = prepare_tuning_data(
-        settings, tokenizer(), tmp_path, seq_len=256, seed=0, system_prompt=settings.system_prompt
-    )
+    rows = {"seq_len": 256, "seed": 0, "system_prompt": settings.system_prompt}
+    summary = prepare_tuning_data(settings, tokenizer(), tmp_path, **rows)
     counts = {name: read_object(tmp_path / "train" / name / "shards.json")["conversations"] for name in COUNTS}
     assert counts == COUNTS and summary["train"]["conversations"] == sum(COUNTS.values())
     feed = DataLoader(tmp_path / "train", seed=0, batch=summary["train"]["rows"])
@@ -72,12 +69,3 @@ def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tmp_path: Path):
         text = tokenizer().decode(tokens[mask], keep_special=True)
         assert " answers " in text and " asks " not in text and "Be exact" not in text
         assert tokens[mask][-1] == IM_END and IM_START not in tokens[mask]
-
-
-def test_the_two_variants_share_all_but_the_fine_tuning(mirror: Path, tmp_path: Path):
-    found = []
-    for recipe in ("julian-sft", "julian-sft-100k"):
-        loaded = load_recipe(recipe, [f"sft.mirror={mirror}"])
-        steps_of = PipelineRunner(loaded, tmp_path, build_steps(loaded), until=["sft"]).plan()
-        found.append({step.name: step.request.key for step in steps_of})
-    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"sft"}

@@ -1,8 +1,6 @@
 """The chat page as somebody uses it, in a browser."""
 
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from running_server import TOKEN, Running, running
@@ -10,7 +8,7 @@ from running_server import TOKEN, Running, running
 from affinage.data.chat import encode_prompt
 from affinage.generation.engine import Engine, generate
 from affinage.generation.sampling import SamplingParams
-from browser import EXECUTABLE, Browser, browser
+from browser import EXECUTABLE, Browser
 from tiny_models import tiny_llama
 
 pytestmark = [
@@ -23,14 +21,8 @@ IDLE = "!document.getElementById('send').hidden"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Running]:
+def served():
     with running(TOKEN) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as one:
         yield one
 
 
@@ -44,7 +36,7 @@ def hold_after_the_first_text(monkeypatch: pytest.MonkeyPatch) -> threading.Even
     """The engine goes no further than to the first text that it passes on, until the event is set."""
     step, go_on = Engine.step, threading.Event()
 
-    def held(engine: Engine) -> Any:
+    def held(engine: Engine):
         if any(request.detokenizer.released for request in engine.active.values()):
             go_on.wait(240)
         return step(engine)
@@ -53,9 +45,7 @@ def hold_after_the_first_text(monkeypatch: pytest.MonkeyPatch) -> threading.Even
     return go_on
 
 
-def test_a_message_is_answered_as_it_is_written_and_the_history_goes_with_the_next(
-    chromium: Browser, served: Running, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_message_is_answered_as_it_is_written_and_the_history_goes_with_the_next(chromium, served, monkeypatch):
     go_on = hold_after_the_first_text(monkeypatch)
     opened(chromium, served)
     chromium.wait_for("document.title === 'tiny · affinage'")

@@ -61,9 +61,7 @@ def test_a_port_that_is_taken_is_one_message(model: Path, affinage):
     assert status == 2 and "--port" in said
 
 
-def test_a_token_that_is_given_is_asked_for_and_not_printed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, affinage
-):
+def test_a_token_that_is_given_is_asked_for_and_not_printed(model: Path, tmp_path: Path, monkeypatch, affinage):
     keys = []
 
     def run(loaded: object, ready: Callable[..., None], *, key: str | None, **more: object) -> None:

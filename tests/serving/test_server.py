@@ -83,9 +83,8 @@ def test_texts_are_continued_from_strings_and_from_tokens_up_to_stop_strings(cli
     several = client.completions.create(model="tiny", prompt=["The capital", "La"], max_tokens=5, temperature=0)
     assert [choice.index for choice in several.choices] == [0, 1]
     assert several.choices[0].text == expected(prompt, 5)[0].text != several.choices[1].text
-    stream = client.completions.create(
-        model="tiny", prompt=prompt, max_tokens=30, temperature=0, stop=[stop], stream=True
-    )
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 30, "temperature": 0, "stop": [stop]}
+    stream = client.completions.create(**asked, stream=True)
     assert "".join(event.choices[0].text for event in stream) == free[: free.index(stop)]
 
 
@@ -98,17 +97,14 @@ def test_log_probabilities_of_answers_and_of_prompts(client: openai.OpenAI):
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
     assert found.token_logprobs[1:] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
     assert len(found.tokens) == len(found.top_logprobs) == len(found.text_offset) == len(prompt) + 5
-    said = client.chat.completions.create(
-        model="tiny", messages=MESSAGES, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
-    )
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3, "temperature": 0}
+    said = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
     chat = chat_prompt(MESSAGES)
     wanted = token_logprobs(model, [*chat, *expected(chat, 3)[0].tokens], 2)[-3:]
     entries = said.choices[0].logprobs.content
     assert [one.logprob for one in entries] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
     assert [len(one.top_logprobs) for one in entries] == [2, 2, 2]
-    stream = client.completions.create(
-        model="tiny", prompt=prompt, max_tokens=3, temperature=0, logprobs=1, stream=True
-    )
+    stream = client.completions.create(**settings | {"max_tokens": 3, "logprobs": 1}, stream=True)
     assert [len(e.choices[0].logprobs.tokens) for e in stream if e.choices[0].finish_reason] == [3]
 
 
@@ -121,14 +117,8 @@ def test_lm_evals_own_client_gives_the_scores_of_our_backend(served: Running, tm
 
     monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
     export(tiny_llama(), tmp_path / "m", facts=CardFacts("mit"))
-    lm = LocalCompletionsAPI(
-        base_url=f"{served.url}/v1/completions",
-        model="tiny",
-        tokenizer=str(tmp_path / "m"),
-        tokenized_requests=False,
-        batch_size=1,
-        max_length=CONTEXT,
-    )
+    asked = {"model": "tiny", "tokenizer": str(tmp_path / "m"), "tokenized_requests": False}
+    lm = LocalCompletionsAPI(f"{served.url}/v1/completions", **asked, batch_size=1, max_length=CONTEXT)
     pairs = [("The capital of France is", " Paris"), ("La monnaie du Japon", " est le yen"), ("twelve", " plus seven")]
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
     found, wanted = lm.loglikelihood(requests), JaxLM(tiny_llama()).loglikelihood(requests)
@@ -210,9 +200,7 @@ def test_without_a_token_no_other_name_of_this_machine_is_answered():
             ask(f"{served.url}/v1/models", Host="rebound.example:80")
 
 
-def test_an_error_of_the_device_is_not_shown_and_the_next_request_is_answered(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_of_the_device_is_not_shown_and_the_next_request_is_answered(client: openai.OpenAI, monkeypatch):
     def fail(*_args: object) -> None:
         monkeypatch.undo()
         raise RuntimeError("out of memory")
@@ -222,15 +210,11 @@ def test_an_error_of_the_device_is_not_shown_and_the_next_request_is_answered(
     with pytest.raises(openai.InternalServerError) as failed:
         client.chat.completions.create(**settings)
     assert "memory" not in str(failed.value)
-    assert (
-        client.chat.completions.create(**settings).choices[0].message.content
-        == expected(chat_prompt(MESSAGES), 2)[0].text
-    )
+    again = client.chat.completions.create(**settings)
+    assert again.choices[0].message.content == expected(chat_prompt(MESSAGES), 2)[0].text
 
 
-def test_a_full_queue_says_when_to_come_again_and_a_client_that_leaves_frees_its_place(
-    served: Running, client: openai.OpenAI
-):
+def test_a_full_queue_says_when_to_come_again_and_a_client_that_leaves_frees_its_place(served: Running, client):
     body = json.dumps({"messages": MESSAGES, "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from affinage.data.dataloader import DataLoader
 from affinage.errors import UserError
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import Checkpointer
 from affinage.training.metrics import GoodputTimer
 from affinage.training.watchdog import Watchdog
-from curves import curve
 from token_rows import write_tokens
 
 BORDER, STEPS = 10, 16
@@ -72,7 +71,7 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
         train(replace(extension, on_step=(tiny.fails_at(12),)))  # before anything was saved
     summary = train(extension)
     assert tiny.saved_bits(tmp_path / "more", STEPS) == tiny.saved_bits(tmp_path / "one", STEPS)
-    assert curve(tmp_path / "more") == curve(tmp_path / "one")
+    assert tiny.curve(tmp_path / "more") == tiny.curve(tmp_path / "one")
     assert summary["steps"] == STEPS and summary["resumed_at"] == [BORDER]
     assert files_of(first) == before
 
@@ -82,15 +81,12 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
     [
         ({"optimizer": {"b1": 0.8}}, BORDER, "optimizer.b1"),
         ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, "mixture"),
-        ({}, 7, "@5, @10"),
         ({"optimizer": {"name": "sgd"}, "checkpoint": {"allow_changes": ["optimizer"]}}, BORDER, "opt_state"),
         ({"health": {"spike_window": 16}, "checkpoint": {"allow_changes": ["health"]}}, BORDER, "window.losses"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is extended with another", "ignore:coroutine .* was never awaited")
-def test_what_an_extension_may_not_change_is_refused_by_name(
-    rows: Path, first: Path, tmp_path: Path, changes: dict, step: int, named: str
-):
+def test_what_an_extension_may_not_change_is_refused_by_name(rows, first, tmp_path, changes, step: int, named: str):
     given = {"steps": STEPS, "mixture": None, **changes}
     steps, mixture = given.pop("steps"), given.pop("mixture")
     refused = job(tmp_path, rows, steps, FIRST, mixture, extends=(first, step), **given)

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny  # noqa: F401  # registers sgd
 import torch
 
+import tiny  # noqa: F401  # registers sgd
 from affinage.config.training import OptimizerSettings, ScheduleSettings
-from affinage.errors import UserError
 from affinage.training.optimizer import clipped, learning_rate, make_optimizer
 from affinage.training.step import stochastic_bfloat16, stored_like
+from run_affinage import refused
 
 SHAPES = {"weight": (16, 8), "norm": (8,)}
 DECAYED = {"weight": True, "norm": False}
@@ -41,10 +41,7 @@ def test_twenty_steps_equal_torch_adamw_with_clipping_and_decay_on_matrices_only
     rate, gradients = 3e-3, _gradients(20)
     settings = OptimizerSettings(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
     theirs = {k: torch.nn.Parameter(torch.from_numpy(v)) for k, v in _start().items()}
-    groups = [
-        {"params": [theirs["weight"]], "weight_decay": 0.1},
-        {"params": [theirs["norm"]], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [theirs["weight"]], "weight_decay": 0.1}, {"params": [theirs["norm"]], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
     for grads in gradients:
         for name, parameter in theirs.items():
@@ -55,15 +52,7 @@ def test_twenty_steps_equal_torch_adamw_with_clipping_and_decay_on_matrices_only
     for name, parameter in theirs.items():
         # torch divides by norm + 1e-6, Optax by the norm: a relative 1e-6 per clipped step.
         np.testing.assert_allclose(ours[name], parameter.detach().numpy(), rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("scale", [0.01, 3.0, 1e20])
-def test_gradients_are_clipped_as_optax_clips(scale: float):
-    grads = {k: scale * jnp.cos(jnp.arange(np.prod(v), dtype=jnp.float32)).reshape(v) for k, v in SHAPES.items()}
-    expected, _ = optax.clip_by_global_norm(2.0).update(grads, optax.EmptyState())
-    got = clipped(grads, optax.tree.norm(grads), 2.0)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
-    assert clipped(grads, optax.tree.norm(grads), None) is grads
+    assert clipped(gradients[0], 9.0, None) is gradients[0]
 
 
 def test_bfloat16_moments_are_stored_small_and_follow_the_float32_ones():
@@ -85,8 +74,7 @@ def test_bfloat16_moments_are_stored_small_and_follow_the_float32_ones():
     ],
 )
 def test_an_unknown_optimizer_or_setting_is_refused_with_the_nearest_one(changes: dict, known: str):
-    with pytest.raises(UserError, match=known):
-        make_optimizer(OptimizerSettings(**changes), DECAYED)
+    refused(lambda: make_optimizer(OptimizerSettings(**changes), DECAYED), match=known)
 
 
 def _rates(steps: int, **settings: object) -> np.ndarray:

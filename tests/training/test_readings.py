@@ -1,4 +1,4 @@
-"""Traces of steps, what the machine says of itself, and the lines that people read."""
+"""Traces of steps, the lines that people read, and every second of a run in one account."""
 
 import gzip
 import json
@@ -7,29 +7,22 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import tiny
-
-from affinage.errors import UserError
-from affinage.training import train
-from affinage.training.metrics import ConsoleWriter, step_line
-
-TRACED = """
-import sys
-from pathlib import Path
 
 import tiny
+from affinage.training import metrics, train
+from affinage.training.metrics import ACCOUNTS, GoodputTimer, step_line
+from run_affinage import refused
 
-from affinage.training import train
-
-train(tiny.job(Path(sys.argv[1]), profile="4-5"))
-"""
+TRACED = "import sys, tiny; from pathlib import Path; from affinage.training import train; "
+TRACED += "train(tiny.job(Path(sys.argv[1]), profile='4-5'))"
 
 
 def test_a_trace_has_the_steps_asked_for(tmp_path: Path):
     # In a process of its own: JAX's profiler crashes where libtpu was loaded for its compiler alone.
-    path = os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", TRACED, str(tmp_path)]
     subprocess.run(command, check=True, timeout=550, env={**os.environ, "PYTHONPATH": path})
     [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
@@ -39,20 +32,11 @@ def test_a_trace_has_the_steps_asked_for(tmp_path: Path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))  # what TensorBoard's profiler opens
 
 
-def test_lines_have_the_fields_names(tmp_path: Path):
-    train(tiny.job(tmp_path, 4))
-    line = tiny.lines(tmp_path)[-1]
-    named = "loss loss_tokens grad_norm learning_rate tokens tokens_per_second mfu step_time data_time goodput"
-    assert set(named.split()) <= set(line)
-    assert line["step_time"] > 0 and 0 < line["goodput"] < 1 and line["tokens"] == 4 * 8 * tiny.CONTEXT
-
-
 def test_a_training_whose_folder_is_deleted_ends_with_a_message(tmp_path: Path):
     folder = tmp_path / "run"
     delete = lambda step, _: shutil.rmtree(folder) if step == 4 else None  # noqa: E731
-    with pytest.raises(UserError, match="deleted or moved") as ended:
-        train(tiny.job(folder, 40, delete))
-    assert str(folder) in ended.value.where and not folder.exists()
+    ended = refused(lambda: train(tiny.job(folder, 40, delete)), match="deleted or moved")
+    assert str(folder) in ended.where and not folder.exists()
 
 
 ROW = {"step": 10, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": None, "skipped": 0.0}
@@ -64,9 +48,24 @@ def test_a_line_has_the_speed_and_the_time_left():
     assert "ETA 3 min 00 s" in line  # 90 steps of 64 at 32 a second
 
 
-def test_a_short_training_has_lines_between_its_first_and_its_last(capsys: pytest.CaptureFixture[str]):
-    display = ConsoleWriter("pretrain", 120, 0)
-    for step in (1, *range(10, 121, 10)):
-        display.training({**ROW, "step": step, "tokens": 64 * step, "tokens_per_second": 32.0})
-    steps = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
-    assert steps == ["1/120", "30/120", "60/120", "90/120", "120/120"]
+def test_accounts_inside_of_others_are_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now, time=lambda: clock.now)
+    monkeypatch.setattr(metrics, "time", clock)
+    accounts = GoodputTimer()
+    with accounts.account("compute"):
+        clock.now += 1
+        with accounts.account("save"):
+            clock.now += 8
+        clock.now += 2
+    clock.now += 0.5
+    expected = {**dict.fromkeys(ACCOUNTS, 0.0), "compute": 3.0, "save": 8.0, "idle": 0.5}
+    assert accounts.seconds() == expected
+    accounts.lose_since({"seconds": {"compute": 0.25}})
+    assert accounts.seconds() == {**expected, "compute": 0.25, "save": 0.0, "lost": 10.75}
+
+    (tmp_path / "written").touch()
+    os.utime(tmp_path / "written", (60.0, 60.0))  # the start before was saved at 50, and ended at 60
+    accounts = GoodputTimer(tmp_path / "written")
+    accounts.resume({"seconds": {"compute": 5.0}, "clock": 50.0})
+    resumed = {"compute": 5.0, "lost": 10.0, "paused": 51.5}
+    assert accounts.seconds() == {**dict.fromkeys(ACCOUNTS, 0.0), **resumed}

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.hardware.devices import Hardware
 from affinage.parallel import Strategy

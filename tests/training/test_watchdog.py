@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
 
+import tiny
 from affinage.config.recipe import RuntimeSettings
 from affinage.stopping import StopSignals
 from affinage.training import train, watchdog
@@ -43,9 +43,7 @@ def test_a_step_that_does_not_end_is_reported_with_all_stacks_and_one_that_is_sl
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_process_is_left_where_somebody_starts_it_again(
-    tmp_path: Path, left, leaves: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_process_is_left_where_somebody_starts_it_again(tmp_path: Path, left, leaves: bool, monkeypatch):
     if not leaves:
         monkeypatch.delenv("AFFINAGE_PARENT")
     with watched(tmp_path) as dog:

@@ -114,10 +114,7 @@ def count_characters(text: pa.Array) -> np.ndarray:
 
 
 def text_buffers(text: Any) -> tuple[np.ndarray, np.ndarray]:
-    """UTF-8 bytes (uint8) and offsets [N + 1] of a pyarrow string array without nulls; nothing is copied.
-
-    Offsets are int32, or int64 of a large_string array.
-    """
+    """UTF-8 bytes (uint8) and offsets [N + 1] (int32, or int64 of large strings) of a string array without nulls."""
     _, offsets, data = text.buffers()
     width = np.int64 if pa.types.is_large_string(text.type) else np.int32
     bounds = np.frombuffer(offsets, width)[text.offset : text.offset + len(text) + 1]
@@ -145,7 +142,7 @@ _SPECIAL = _MISREAD + "|[" + "".join(rf"\x{{{point:x}}}" for point in _REPLACED)
 def repair(text: pa.Array) -> pa.Array:
     """Repair a batch of texts.
 
-    Text that was decoded with the wrong encoding is decoded again (ftfy), control characters, zero-width characters
+    Text that was decoded with the wrong encoding is decoded again (ftfy), control characters, zero-width spaces
     and byte order marks go, line ends become \\n, U+2581 becomes _, and the result is in Unicode's normal form C.
     """
     repaired = []

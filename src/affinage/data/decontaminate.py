@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
-from affinage.data.documents import Stats, copy_documents, document_files, read_documents
+from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, document_files, read_documents
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.json_files import encodable, write_json
 from affinage.data.minhash import hash_words, longest_text, shingles
@@ -41,7 +41,6 @@ MATCHES = "matches.parquet"
 _TEXTS = ("document", "source", "url", "benchmark", "item", "text")
 _MATCH = pa.schema([*((name, pa.string()) for name in _TEXTS), ("words", pa.int64())])
 EXAMPLES = 20  # matches in the summary
-_SHOWN = 200  # characters of a match in the samples of removed documents
 _ROWS = 1_000  # of conversations, read at once
 
 
@@ -267,14 +266,14 @@ def decontaminate(
         (path, hits), matches = task, []
         hits = hits[~common[hits[:, KEY]]]
 
-        def items_in(batch: pa.RecordBatch, before: int) -> dict[int, tuple[str, str]]:
+        def items_in(batch: pa.RecordBatch, before: int) -> Verdicts:
             verdicts = {}
             own = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
             for text in np.unique(own[:, TEXT]).tolist():
                 found = _matches(batch.slice(text - before, 1).to_pylist()[0], own[own[:, TEXT] == text], index)
                 matches.extend(found)
                 best = max(found, key=lambda match: int(match["words"]))
-                detail = f"{best['benchmark']} {best['item']}: {best['text'][:_SHOWN]}"
+                detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
                 verdicts[text - before] = "in a benchmark", detail
             return verdicts
 

@@ -26,7 +26,7 @@ from pyarrow import feather
 
 from affinage.config.data import DedupSettings
 from affinage.data.code_points import Array, kernel, text_buffers
-from affinage.data.documents import Stats, copy_documents, document_files, first_documents, read_documents
+from affinage.data.documents import Stats, Verdicts, copy_documents, document_files, first_documents, read_documents
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.minhash import jaccard, shingle_sets, sign
 
@@ -63,7 +63,7 @@ def dedup(
         """Copy one file, whose documents are numbered from `first`, without its duplicates; return the statistics."""
         path, first = task
 
-        def duplicates_in(batch: pa.RecordBatch, before: int) -> dict[int, tuple[str, str]]:
+        def duplicates_in(batch: pa.RecordBatch, before: int) -> Verdicts:
             begin, verdicts = first + before, {}
             start, stop = np.searchsorted(numbers, [begin, begin + batch.num_rows])
             for row in removed.slice(start, stop - start).to_pylist():
@@ -97,7 +97,13 @@ def find_duplicates(
     executor.map(partial(_sign, settings, scratch), tasks, scratch / "sign", threads=True, label="signing")
     candidates, first = np.zeros(starts[-1], bool), 0  # those that share a bucket; the number of the next bucket
     for band in range(settings.num_buckets):
-        buckets = _buckets(_signatures(scratch, len(files), len(_FACTS) + band), first)
+        keys = _signatures(scratch, len(files), len(_FACTS) + band)
+        order = np.argsort(keys, kind="stable")
+        ordered, new, last = keys[order], np.ones(order.size, bool), np.ones(order.size, bool)
+        new[1:] = last[:-1] = ordered[1:] != ordered[:-1]
+        shared = ~(new & last)
+        buckets = np.full(keys.size, -1, np.int32)  # -1 where a document is alone
+        buckets[order[shared]] = first + np.cumsum(new & ~last)[shared] - 1
         np.save(scratch / f"buckets-{band}.npy", buckets)
         candidates |= buckets >= 0
         first = max(first, int(buckets.max(initial=-1)) + 1)
@@ -183,18 +189,6 @@ def _compare(
         "exact": pc.and_(*(pc.equal(gone[name], kept[name]) for name in ("content", "content_2"))),
     }
     return pa.table(removed).sort_by("document")
-
-
-def _buckets(keys: np.ndarray, first: int) -> np.ndarray:
-    """The bucket of every document by its key in one band, numbered from `first`, int32 [N]; -1 where it is alone."""
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    new, last = np.ones(order.size, bool), np.ones(order.size, bool)
-    new[1:] = last[:-1] = ordered[1:] != ordered[:-1]
-    shared = ~(new & last)
-    buckets = np.full(keys.size, -1, np.int32)
-    buckets[order[shared]] = first + np.cumsum(new & ~last)[shared] - 1
-    return buckets
 
 
 @kernel

@@ -110,10 +110,7 @@ def first_documents(paths: Iterable[Path]) -> list[int]:
 def read_documents(
     place: Path, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Stream the documents of a folder or file in order, one row group (about 8 MB of text) at a time.
-
-    `groups` are the numbers of those row groups of a file that are read.
-    """
+    """Stream the documents of a folder or file, one row group (about 8 MB of text) at a time, or those in `groups`."""
     for path in document_files(place) if place.is_dir() else [place]:
         with pq.ParquetFile(path) as file:
             for group in range(file.num_row_groups) if groups is None else groups:

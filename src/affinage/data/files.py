@@ -147,13 +147,9 @@ def _name(url: str) -> str:
 
 
 def _listed(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
-    """What is at a URL: fsspec's file system, the folder that names start from, and the entries of the files by path.
-
-    That is one file, those in a folder, or those that a glob matches. The literal path comes first: names of files may
-    contain the characters of a glob. Raises the library's error, of which FileNotFoundError is one.
-    """
+    """What is at a URL: fsspec's file system, the folder that names start from, and the entries by path."""
     filesystem, path = url_to_fs(url, use_listings_cache=False)
-    try:
+    try:  # the literal path first: names of files may contain the characters of a glob
         entry = filesystem.info(path)
     except FileNotFoundError:
         if not has_magic(path):

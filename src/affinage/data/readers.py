@@ -163,10 +163,7 @@ _PRODUCED = re.compile(r"\A\s*(?:Produced|E-text prepared|Transcribed) (?:by|fro
 
 
 def _parts_of_book(book: Record) -> Records:
-    """A book without Project Gutenberg's header and license, cut at blank lines into records `<book>#<part>`.
-
-    Books that the project says are still under copyright are refused.
-    """
+    """A book without Project Gutenberg's header and license, cut at blank lines into records `<book>#<part>`."""
     text = book.text.replace("\r\n", "\n").replace("\r", "\n")
     head = text[:_HEAD_CHARACTERS]
     number = _BOOK.search(head) or _BOOK_IN_NAME.search(book.id)

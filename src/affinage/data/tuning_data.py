@@ -1,8 +1,8 @@
 """Conversations, or pairs of answers, to token shards with a mask of what is trained: what all tuning reads.
 
-The lines of a source are divided into tasks. All tasks read their lines once for the keys of their contents, from which
-follows what is sampled, limited and held out; then each encodes its own lines and writes them as one shard of rows to
-train on and one of held-out rows. So all workers encode, and a run that was killed resumes with the missing shards.
+The lines of a source are divided into tasks. All read their lines once for the keys of their contents, from which
+follows what is sampled, limited and held out; then each writes its own lines as one shard of rows to train on and one
+of held-out rows. So all workers encode, and a run that was killed resumes with the missing shards.
 """
 
 import itertools

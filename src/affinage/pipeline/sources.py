@@ -24,10 +24,7 @@ def fingerprints(paths: Iterable[str]) -> dict[str, str]:
     """Fingerprint each local file that `paths` name: a file, a folder (all files in it but hidden ones), or a glob.
 
     The fingerprint is the hash of the content; of files above 16 MB it is the size, the time of change and the hash of
-    64 blocks. URLs are left out, see `remote_fingerprints`.
-
-    Returns:
-        {path as given, or path of the file found: fingerprint}; nothing for what does not exist.
+    64 blocks. Returns {path of the file: fingerprint}, without URLs and what does not exist.
     """
     local = [path for path in paths if path != POCKET_WORLD and not is_url(path)]
     places = [os.path.expanduser(path.removeprefix("file://").removeprefix("local://")) for path in local]

@@ -19,7 +19,9 @@ from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.model import ApplyConfig, Graph, init_params, parse
 from affinage.parallel import MeshLayout, make_mesh
 from affinage.parallel.strategy import Strategy
+from affinage.results import read_json_lines
 from affinage.training import TrainJob
+from affinage.training.metrics import METRICS
 from affinage.training.optimizer import Optimizer, optimizer
 from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.trainer import Hook, Trainer
@@ -226,3 +228,12 @@ def assert_close(got: list[dict[str, float]], expected: list[dict[str, float]], 
     """The same losses and norms of gradients."""
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose([m[name] for m in got], [m[name] for m in expected], rtol=rtol, err_msg=name)
+
+
+_MEASURED = frozenset("tokens_per_second mfu data_time step_time goodput".split())
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are equal if two runs computed the same."""
+    rows = read_json_lines(folder / METRICS)
+    return [{key: value for key, value in row.items() if key not in _MEASURED} for row in rows]
