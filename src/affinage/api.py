@@ -22,15 +22,13 @@ from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import prepare
 from affinage.pipeline.build import build_steps
-from affinage.pipeline.runner import PipelineRunner, PlannedStep, ProgressListener
+from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.registry import load_plugins
-from affinage.results import Result, read_json_lines
+from affinage.results import read_json_lines
 
 if TYPE_CHECKING:
     from affinage.generation.engine import LoadedModel
     from affinage.model import Graph
-
-Row = Mapping[str, Any]
 
 
 def recipe(name: str | Path, changes: Mapping[str, Any] | None = None) -> LoadedRecipe:
@@ -91,7 +89,7 @@ def run(
     *,
     until: str | Sequence[str] = (),
     runs: str | Path = "runs",
-    on_metrics: Callable[[Row], None] | None = None,
+    on_metrics: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Run:
     """Run a recipe to its end, or until one or several steps. Complete steps are not run again, stopped ones resume.
 
@@ -101,36 +99,25 @@ def run(
         Preempted: it was interrupted and has saved its state; the same call resumes.
         UserError: for a mistake in the recipe or its files.
     """
-
-    class Lines(ProgressListener):
-        def on_metrics(self, row: Row) -> None:
-            if on_metrics is not None:
-                on_metrics(row)
-
-        def on_end(self, planned: PlannedStep, result: Result, seconds: float) -> None:
-            print(f"{planned.name:<18}{duration(seconds)}", flush=True)
-
+    listener: Any = ProgressListener()
+    listener.on_metrics = on_metrics or listener.on_metrics
+    listener.on_end = lambda step, result, seconds: print(f"{step.name:<18}{duration(seconds)}", flush=True)
     prepare()
     wanted = [until] if isinstance(until, str) else until
     runner = PipelineRunner(loaded, Path(runs), build_steps(loaded), until=wanted)
     with Processes.current.all_at_work():
         runner.check(runner.plan())
-    runner.run(Lines())
+    runner.run(listener)
     return Run(loaded.recipe.name, Path(runs))
 
 
 def generate(
     model: "LoadedModel", prompts: Sequence[str], tokens: int = 64, *, stop: str | Sequence[str] = (), **sampling: Any
 ) -> list[str]:
-    """Continue each of the prompts.
+    """Continue each of the prompts by at most `tokens` tokens, or until one of the texts of `stop` comes.
 
-    Args:
-        model: see `Run.model`.
-        prompts: texts.
-        tokens: maximum number of new tokens.
-        stop: a text, or several, before which an answer ends.
-        sampling: `temperature`, `top_k`, `top_p`, `min_p` and `seed`, as of
-            `affinage.generation.sampling.SamplingParams`; by default the likeliest token is taken.
+    `sampling` are `temperature`, `top_k`, `top_p`, `min_p` and `seed`, as of
+    `affinage.generation.sampling.SamplingParams`; by default the likeliest token is taken.
     """
     from affinage.generation.engine import generate as generated
     from affinage.generation.sampling import SamplingParams

@@ -43,7 +43,7 @@ def test_cut_items_and_items_in_the_text_are_reported(here: Path, affinage):
     status, out, said = affinage("eval", "tiny/pretrain", "--tasks", f"{task},piqa", "--data-dir", piqa)
     assert status == 0, said
     assert "longer than the context of 64 tokens" in flat(out) and "2 of plain" in flat(out)
-    assert "plain: 1 of 3 found: 2" in flat(out) and "without them" in out
+    assert "plain 3 1 acc" in flat(out) and "without them" in out
 
 
 def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):

@@ -94,8 +94,9 @@ def write_metrics(path: Path, steps: int, seed: int) -> None:
                 "expert_load_max": 1.4 + abs(noise.gauss(0, 0.1)),
                 "dropped_share": abs(noise.gauss(0, 0.01)),
                 "tokens_per_second": 22_500 + noise.gauss(0, 900) - (9000 if step % 300 == 0 else 0),
+                "mfu": None,
             }
-            lines.append({**line, "tokens": step * 1024, "mfu": None, "seconds": step / 22})
+            lines.append(line)
         if step % (steps // 6) == 0:
             loss = 0.93 + 7.1 * falling
             found = {"en": (loss, loss / 3), "fr": (loss + 0.08, loss / 2.9)}

@@ -9,7 +9,7 @@ from synthetic_run import build_run, write_json
 
 from affinage.config.yaml import brief
 from affinage.report import collect_facts
-from affinage.report.comparison import Entrant, comparison, differing_settings, render_comparison
+from affinage.report.page import Entrant, comparison, differing_settings, render_comparison
 
 
 @pytest.fixture(scope="module")

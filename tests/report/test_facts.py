@@ -4,31 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from synthetic_run import write_json
 
 from affinage.config.load import load_recipe
 from affinage.hardware.chips import find_slice
 from affinage.planning.plan import make_plan, planned_graph
 from affinage.report import collect_facts, render
-from affinage.report.card import card_facts
-from affinage.report.comparison import Entrant, comparison
 from affinage.report.facts import read_training
-from affinage.report.page import summary
+from affinage.report.page import card_facts, summary
 from affinage.results import TrainingResult
-
-anything = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text("ab<é\x00", max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-SUMMARY_KEYS = (
-    "documents_in bytes_out removed samples benchmarks matches by_language languages round_trip train "
-    "validation parameters tokens seconds devices resumed_at predicted tasks bits_per_byte generation flops_per_step "
-    "validation_documents saves"
-).split()
-STAGES = "ingest filter dedup decontaminate train-tokenizer tokenize pretrain evaluate-base sft-data".split()
 
 
 def plain(text: str) -> str:
@@ -45,7 +29,7 @@ def of_one_stage(folder: Path, stage: str, result: dict, recipe: dict | None = N
 def test_curves_pairs_and_the_analysis_of_a_whole_run_are_read(facts):
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
     pretrain = facts.training("pretrain")
-    assert pretrain.nonfinite_steps == [300] and len(pretrain.curves["loss"]) > 290 and pretrain.analysis is not None
+    assert len(pretrain.curves["loss"]) > 290 and pretrain.analysis is not None
     assert [score.metric for score in facts.evaluations[0].headlines] == ["acc"] * 6
     assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))
 
@@ -59,8 +43,6 @@ def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts
     assert stopped.training("pretrain").result.worked == pytest.approx(94.2) == facts.training("pretrain").result.worked
     assert {step.step: step.seconds for step in stopped.steps}["pretrain"] == pytest.approx(94.2)
     assert summary(stopped, "en") == summary(facts, "en") and "in 3 min 08 s" in plain(summary(facts, "en"))
-    found = comparison([Entrant(each.name, each) for each in (facts, stopped)])
-    assert [one.quantities["training_seconds"] for one in found.entrants] == pytest.approx([188.4, 188.4])
     assert "stopped 2 h 00 min" in plain(render(stopped))
 
 
@@ -74,21 +56,6 @@ def test_any_stage_may_be_absent(run: Path):
         assert stage not in {one.step for one in collect_facts(run).steps}
         assert stage not in ("evaluate-base", "dedup") or render(collect_facts(run))
     assert "<h1>" in render(collect_facts(run / "nothing-here"))
-
-
-@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])  # a page is large to shrink with
-@given(summary=st.dictionaries(st.sampled_from(SUMMARY_KEYS), anything, max_size=8), other=anything)
-def test_no_summary_can_break_the_page(tmp_path_factory: pytest.TempPathFactory, summary: dict, other: object):
-    run = tmp_path_factory.mktemp("run")
-    for stage in STAGES:
-        write_json(run / stage / "manifest.json", {"step": stage, "started": other, "seconds": other})
-        write_json(run / stage / "result.json", summary)
-    write_json(run / "pretrain" / "model.json", {"graph": other, "context": 64})
-    lines = json.dumps(other) + "\n" + json.dumps({"step": 1, "loss": other}) + "\n{"
-    (run / "pretrain" / "metrics.jsonl").write_text(lines)
-    write_json(run / "evaluate-base" / "results.json", summary)
-    write_json(run / "recipe.json", {"report": other, "model": other, "name": other})
-    assert render(collect_facts(run)).encode("utf-8")
 
 
 def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tmp_path: Path):
@@ -147,7 +114,7 @@ def test_it_is_the_plan_of_the_slice_beside_what_was_measured(planned: Path):
     expected["tokens_per_second"] = plan.tokens_per_second
     assert {name: predicted[name] for name in expected} == pytest.approx(expected)
     page = render(facts)
-    assert "time of a step" in page and "25.0\u202fms" in page and "75.0%" in page  # the last: of compilation
+    assert "seconds of a step" in page and "0.0250" in page and "75.0%" in page  # the last: of compilation
 
 
 @pytest.mark.parametrize(("name", "changed"), [("dpo", {}), ("pretrain", {"devices": {"kind": "TPU v4", "count": 7}})])

@@ -102,7 +102,7 @@ def test_size_is_modest_however_long_the_run(tmp_path: Path):
 
 
 FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|similarity 0.81|Resumed at step 250
-not a finite number at step 300|61.0k of 150k tokens are trained
+61.0k of 150k tokens are trained
 Benchmarks searched for in the text|1,234|· quiz · 17|any out for validation: notes.fr.
 17 have reasoning that the chat template does not write
 Fullest expert|Dropped choices"""
@@ -135,9 +135,6 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
     ]
     looks[-1]["worse"] = [{"task": "winogrande", "than": 0, "p": 1e-4}]
     (run / "sft" / "monitor.json").write_text(json.dumps({"threshold": 1e-3, "points": looks}))
-    page = render(facts := collect_facts(run)).replace("\u00a0", " ")  # as if it had gone on to its end
-    assert "winogrande from 62.0% at step 0 to 44.0% at step 300 (p = 10⁻⁴)" in page
-    assert "empirent au-delà du hasard" in render(facts, "fr")
     with change(run / "sft" / "result.json") as summary:
         summary |= {"ended": "monitor", "steps": 300}
     page = render(collect_facts(run))

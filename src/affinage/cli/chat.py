@@ -13,50 +13,36 @@ from typing import Annotated
 
 import typer
 
-from affinage.cli.options import (
-    RUNS,
-    JsonOption,
-    MaxLenOption,
-    MeshOption,
-    ModelArgument,
-    RunsOption,
-    app,
-    opened,
-    opt,
-)
+from affinage.cli import terminal
+from affinage.cli.terminal import app, opened, opt, warn
 from affinage.errors import UserError
 
 _KEY = re.compile(r"[!-~]+")  # what a header can carry: ASCII without spaces
 _VARIABLE = "AFFINAGE_API_KEY"
-_KEY_FILE = (
-    f"A file with the key that clients must send; or {_VARIABLE} in the environment. Generated and printed if the "
-    "address is open to other machines and none is given."
-)
+_KEY_FILE = f"The key that clients must send; or {_VARIABLE}. Default: generated if other machines can connect."
 MaxNewTokens = Annotated[int, opt("Maximum number of new tokens.", "--max-new-tokens", min=1)]
 SystemOption = Annotated[str | None, opt("Another system prompt than the one it was trained with.", "--system")]
 Temperature = Annotated[float, opt("0 takes the most likely token; 1 draws as the model predicts.", min=0)]
 TopK = Annotated[int, opt("Draw among this many of the likeliest tokens; 0: all.", min=0)]
 TopP = Annotated[float, opt("Draw among the likeliest tokens with this share of the probability.")]
-MinP = Annotated[float, opt("Draw among tokens at least this share as likely as the likeliest.", min=0, max=1)]
 Seed = Annotated[int, opt("Seed of the draws.", min=0)]
 Stop = Annotated[list[str] | None, opt("End before this text. May be repeated.", metavar="TEXT")]
 
 
 @app.command()
 def generate(
-    model: ModelArgument,
+    model: terminal.ModelArgument,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Or through a pipe.")] = None,
     max_new_tokens: MaxNewTokens = 64,
-    as_json: JsonOption = False,
+    as_json: terminal.JsonOption = False,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
     seed: Seed = 0,
     stop: Stop = None,
-    mesh: MeshOption = None,
-    max_model_len: MaxLenOption = None,
-    runs: RunsOption = RUNS,
+    mesh: terminal.MeshOption = None,
+    max_model_len: terminal.MaxLenOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
 ) -> None:
     """Let a model continue texts.
 
@@ -65,14 +51,13 @@ def generate(
     texts = prompts or ["" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")]
     "".join(texts).encode()  # raises, before a model is opened, for words of another encoding than UTF-8
     if not any(texts):
-        fix = 'For example: affinage generate MODEL "Once upon a time", or echo "Once" | affinage generate MODEL'
-        raise UserError("no prompt was given", fix=fix)
+        raise UserError("no prompt was given", fix='For example: affinage generate MODEL "Once upon a time"')
     loaded, state = opened(model, runs, mesh, max_model_len)
     from affinage.api import prompt_tokens
     from affinage.generation.engine import generate as generated
     from affinage.generation.sampling import SamplingParams
 
-    sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()))
+    sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed, stop=tuple(stop or ()))
     rows = [prompt_tokens(text, loaded) for text in texts]
     for text, result in zip(texts, generated(loaded, rows, sampling)):
         line = {"prompt": text, "text": result.text, "finish_reason": result.finish_reason, **state}
@@ -81,19 +66,18 @@ def generate(
 
 @app.command()
 def chat(
-    model: ModelArgument,
+    model: terminal.ModelArgument,
     question: Annotated[list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Ask and leave.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     system: SystemOption = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
     seed: Seed = 0,
     stop: Stop = None,
-    mesh: MeshOption = None,
-    max_model_len: MaxLenOption = None,
-    runs: RunsOption = RUNS,
+    mesh: terminal.MeshOption = None,
+    max_model_len: terminal.MaxLenOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
 ) -> None:
     """Talk with a model. Commands: /reset, /system TEXT, /help, /quit.
 
@@ -105,11 +89,10 @@ def chat(
     from affinage.generation.sampling import SamplingParams
 
     write = partial(print, end="", flush=True)
-    sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()))
+    sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed, stop=tuple(stop or ()))
     session = ChatSession(loaded, sampling)
     if not loaded.chat:
-        note = "is not a chat model. It continues texts: affinage generate"
-        print(f"Warning: {model} {note} {shlex.quote(model)} ...", file=sys.stderr)
+        warn(f"{model} is not a chat model. It continues texts: affinage generate {shlex.quote(model)} ...")
     if system is not None:
         session.reset(system)
     for text in question or ():
@@ -135,7 +118,7 @@ def read_line() -> str | None:
 
 @app.command()
 def serve(
-    model: ModelArgument,
+    model: terminal.ModelArgument,
     host: Annotated[str, opt("Address to listen on. 0.0.0.0: for other machines too.")] = "127.0.0.1",
     port: Annotated[int, opt("0: any that is free.", min=0, max=65535)] = 8000,
     api_key_file: Annotated[Path | None, opt(_KEY_FILE, exists=True, dir_okay=False)] = None,
@@ -144,9 +127,9 @@ def serve(
     max_tokens: Annotated[int, opt("The longest answer.", min=1)] = 1024,
     grace: Annotated[float, opt("Seconds that answers may still take after SIGTERM.", min=0)] = 30,
     system: SystemOption = None,
-    mesh: MeshOption = None,
-    max_model_len: MaxLenOption = None,
-    runs: RunsOption = RUNS,
+    mesh: terminal.MeshOption = None,
+    max_model_len: terminal.MaxLenOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
 ) -> None:
     """Serve a model over OpenAI's interface (/v1/chat/completions, /v1/completions), with a page to talk with it.
 

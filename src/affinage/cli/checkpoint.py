@@ -5,19 +5,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from affinage.cli.options import RUNS, JsonOption, RunsOption, arg, find, verbs
-from affinage.cli.output import counted, emit, table, working
+from affinage.cli.terminal import RUNS, JsonOption, RunsOption, arg, counted, emit, find, table, verbs, working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.checkpoint import CheckpointStore
 
-_HELP = "A run, a training of it (quickstart/pretrain), or a checkpoint (...@1000)."
-CheckpointArgument = Annotated[str, arg("MODEL[@STEP]", _HELP)]
-group = verbs(
-    "checkpoint",
-    "List, show, compare and verify the checkpoints of a training.\n\nExample: affinage checkpoint ls quickstart",
-)
+CheckpointArgument = Annotated[str, arg("MODEL[@STEP]", "A run, a training of it (quickstart/pretrain), a checkpoint.")]
+group = verbs("checkpoint", "List, show, compare and verify the checkpoints of a training.")
 
 
 @group.callback()

@@ -1,15 +1,19 @@
-"""Verbs about recipes themselves: `recipes`, `new`, `config show`, `config schema`."""
+"""Verbs about recipes: `recipes`, `new`, `config show`, `config schema`, `graph`; and about this machine: `doctor`."""
 
+import importlib.util
 import json
+import os
+import platform
 import re
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from affinage.cli import options
-from affinage.cli.options import app, arg, load, opt, verbs
-from affinage.cli.output import Table, emit, table
+from affinage.cli import terminal
+from affinage.cli.terminal import app, arg, described, emit, load, must_be_new, opt, table, verbs, warn
 from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -17,6 +21,14 @@ if TYPE_CHECKING:
 
 group = verbs("config", "Show the settings of a recipe, or the JSON schema of recipes.")
 _SCHEMA_FILE = "recipe.schema.json"
+_UNKNOWN_CHARACTERS = 256  # the size of `vocab: auto` before the characters of the text have been counted
+_COLUMNS = ("name", "kind", "repeat", "shape", "parameters", "flops", "training_flops", "inputs")  # of `graph`
+_OPTIONAL = {  # package: (what needs it, the extra that installs it, files that are there on a machine that needs it)
+    "torch": ("export --verify", "verify", ()),
+    "ray": ("data.executor: ray, and launch --on ray", "ray", ()),
+    "libtpu": ("training on TPUs, and plan --compile for TPUs", "tpu", ("/dev/accel0", "/dev/vfio/0")),
+    "jax_cuda12_plugin": ("training on NVIDIA GPUs", "cuda", ("/dev/nvidia0", "/proc/driver/nvidia/version")),
+}
 _NEW = """\
 # yaml-language-server: $schema={schema}
 base: {base}
@@ -28,7 +40,7 @@ name: {name}
 
 
 @app.command()
-def recipes(as_json: options.JsonOption = False) -> None:
+def recipes(as_json: terminal.JsonOption = False) -> None:
     """List the packaged recipes.
 
     Example: affinage recipes
@@ -39,7 +51,7 @@ def recipes(as_json: options.JsonOption = False) -> None:
         {"name": name, "description": read_file(path).raw.get("description", ""), "file": str(path)}
         for name, path in packaged_recipes().items()
     ]
-    shown = Table(("", ""), [(row["name"], row["description"]) for row in rows], left=(0, 1))
+    shown = table([{"name": row["name"], "description": row["description"]} for row in rows])
     emit(rows, as_json, [shown, "\nRun one: affinage run NAME. Start your own: affinage new my-run --like NAME."])
 
 
@@ -57,8 +69,7 @@ def new(
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UserError(f"a run cannot be called `{name}`", fix="Use letters, digits, dots and dashes.")
     path = Path(f"{name}.yaml")
-    if path.exists():
-        raise UserError("this file is there already", where=str(path), fix="Take another name, or remove it first.")
+    must_be_new(path)
     base = find_recipe(like)
     shown = like if like in packaged_recipes() else base.as_posix()
     Path(_SCHEMA_FILE).write_text(_schema(), encoding="utf-8")
@@ -68,11 +79,11 @@ def new(
 
 @group.command()
 def show(
-    recipe: options.RecipeArgument,
+    recipe: terminal.RecipeArgument,
     key: Annotated[str, arg("[KEY]", "Only this section or setting.")] = "",
-    overrides: options.SetOption = None,
-    runs: options.RunsOption = options.RUNS,
-    as_json: options.JsonOption = False,
+    overrides: terminal.SetOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    as_json: terminal.JsonOption = False,
 ) -> None:
     """Print every value in effect, and where it was written.
 
@@ -83,11 +94,13 @@ def show(
     loaded, _ = load(recipe, overrides, runs, lenient=True)
     rows = []
     for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
-        written = _written_at(loaded.raw, path, value)
-        if path == ("pretrain", "tokens") and written:
+        is_written, place = _is_written(loaded.raw, path, value), path
+        if path == ("pretrain", "steps") and not is_written and _is_written(loaded.raw, ("pretrain", "tokens"), None):
+            is_written, place = True, ("pretrain", "tokens")  # of which the steps are made
+        if path == ("pretrain", "tokens") and is_written:
             value = loaded.raw["pretrain"]["tokens"]  # which have become the steps
-        if written or value not in (None, "", [], {}):
-            origin = loaded.locate(written) if written else "default"
+        if is_written or value not in (None, "", [], {}):
+            origin = loaded.locate(place) if is_written else "default"
             rows.append({"key": ".".join(map(str, path)), "value": value, "origin": origin})
     shown = [row for row in rows if f"{row['key']}.".startswith(f"{key}." if key else "")]
     if not shown:
@@ -108,19 +121,17 @@ def _leaves(value: Any, path: "Keys" = ()) -> Iterator[tuple["Keys", Any]]:
         yield path, value
 
 
-def _written_at(raw: Any, path: "Keys", value: Any) -> "Keys | None":
-    """The key in a recipe that sets the value in effect at a path; None for a default."""
-    if path == ("pretrain", "steps") and "steps" not in raw["pretrain"]:
-        return ("pretrain", "tokens")
-    for place, key in enumerate(path):
+def _is_written(raw: Any, path: "Keys", value: Any) -> bool:
+    """Whether a recipe sets the value in effect at a path, which is otherwise a default."""
+    for key in path:
         kind: type[Any] = dict if isinstance(key, str) else list
         if not isinstance(raw, kind):
             # A short form: `[wandb]` for {wandb: {}}, {en: 1} for [{weights: {en: 1}}], `my_text/` for {path: my_text/}
-            return path[:place] if isinstance(raw, dict | list) or raw == value else None
+            return isinstance(raw, dict | list) or bool(raw == value)
         if isinstance(raw, dict) and key not in raw:
-            return None
+            return False
         raw = raw[key]
-    return path
+    return True
 
 
 @group.command()
@@ -143,3 +154,69 @@ def _schema() -> str:
     schema["properties"]["training"] = {"description": "Settings of all trainings.", "type": "object"}
     dialect = "https://json-schema.org/draft/2020-12/schema"
     return json.dumps({"$schema": dialect, **schema}, indent=1, ensure_ascii=False) + "\n"
+
+
+@app.command()
+def graph(
+    recipe: terminal.RecipeArgument,
+    overrides: terminal.SetOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    as_json: terminal.JsonOption = False,
+) -> None:
+    """Print the model graph: the shape and parameters of every node, and its FLOPs for one row.
+
+    Example: affinage graph julian-600m
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
+    loaded, run = load(recipe, overrides, runs, lenient=True)
+    from affinage.api import graph_of
+    from affinage.model.graph import parameters, summary_table
+    from affinage.model.layer import SEQUENCE
+    from affinage.results import TokenizerResult, read_result
+
+    vocabulary = None
+    if loaded.recipe.tokenizer.kind == "char":  # which has as many ids as the text has characters
+        counted = read_result((run or runs / loaded.recipe.name) / "train-tokenizer", TokenizerResult)
+        vocabulary = counted.vocabulary if counted else None
+        if not vocabulary:
+            vocabulary = _UNKNOWN_CHARACTERS
+            warn(f"`vocab: auto` is shown as {vocabulary} until `affinage data` has counted the characters")
+    model, context = graph_of(loaded, vocabulary), loaded.recipe.packing.seq_len
+    nodes = summary_table(model, 1, context)
+    facts = {
+        "context": context if any(SEQUENCE in shape.dims for _, shape in model.inputs) else None,
+        "parameters": asdict(parameters(model)),
+    }
+    shown = [{key: row[key] for key in _COLUMNS} for row in nodes]
+    emit({"nodes": nodes, **facts}, as_json, described({"nodes": shown, **facts}))
+
+
+@app.command()
+def doctor(runs: terminal.RunsOption = terminal.RUNS, as_json: terminal.JsonOption = False) -> None:
+    """Print what this machine has (devices, memory, disk, versions) and which packages are missing for what.
+
+    Example: affinage doctor --json
+    """
+    from affinage.hardware.chips import chip
+    from affinage.hardware.devices import acquire
+    from affinage.results import versions
+
+    place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
+    machine = {
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "disk_free_bytes": shutil.disk_usage(place).free,
+    }
+    missing = [
+        {"package": package, "needed_for": purpose, "get_it": f"pip install 'affinage[{extra}]'"}
+        | {"hardware_is_here": any(map(os.path.exists, files))}
+        for package, (purpose, extra, files) in _OPTIONAL.items()
+        if importlib.util.find_spec(package) is None
+    ]
+    devices = []
+    for device in acquire():
+        known = chip(device.device_kind)
+        facts = {"platform": device.platform, "kind": device.device_kind, "bfloat16_flops": known.flops_per_device}
+        devices.append(facts | {"memory_bytes": known.memory_bytes})
+    emit({"devices": devices, "machine": machine, "versions": versions(), "missing": missing}, as_json)

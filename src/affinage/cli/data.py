@@ -2,14 +2,13 @@
 
 import itertools
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from typer.core import TyperGroup
 
-from affinage.cli import options
-from affinage.cli.options import arg, find, opt, verbs
-from affinage.cli.output import emit, table, working
+from affinage.cli import terminal
 from affinage.cli.run import verb_until
+from affinage.cli.terminal import arg, emit, find, opt, table, verbs, working
 from affinage.errors import UserError
 
 _SHOWN = 200  # characters of a text in a list
@@ -24,18 +23,13 @@ class _RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-group = verbs(
-    "data",
-    "Run the data steps of a recipe, or look at the documents of a run.\n\n"
-    "Example: affinage data quickstart\n\naffinage data lineage quickstart --step 100",
-    cls=_RunByDefault,
-)
+group = verbs("data", "Run the data steps of a recipe, or look at the documents of a run.", cls=_RunByDefault)
 
 
 verb_until(
+    "run",
     ("tokenize", "sft-data", "preference-data"),
     "tokenize",
-    "run",
     "Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.\n\n"
     "Example: affinage data quickstart --set data.sources='[my_folder/]'",
     group,
@@ -44,12 +38,12 @@ verb_until(
 
 @group.command()
 def lineage(
-    run: options.RunArgument,
+    run: terminal.RunArgument,
     step: Annotated[int, opt("Of training, from 1, as in metrics.jsonl.", show_default=False)],
     row: Annotated[int | None, opt("Of the batch, from 0; shows its text too.")] = None,
-    training: Annotated[Literal["pretrain", "sft", "dpo"], opt("The training whose step it is.")] = "pretrain",
-    runs: options.RunsOption = options.RUNS,
-    as_json: options.JsonOption = False,
+    training: Annotated[terminal.TrainingName, opt("The training whose step it is.")] = "pretrain",
+    runs: terminal.RunsOption = terminal.RUNS,
+    as_json: terminal.JsonOption = False,
 ) -> None:
     """Print the documents that a training step read.
 
@@ -70,11 +64,11 @@ def lineage(
 
 @group.command()
 def search(
-    run: options.RunArgument,
+    run: terminal.RunArgument,
     text: Annotated[str, arg("TEXT", "In any letter case.")],
     limit: Annotated[int, opt("Maximum number of documents.", min=1)] = 20,
-    runs: options.RunsOption = options.RUNS,
-    as_json: options.JsonOption = False,
+    runs: terminal.RunsOption = terminal.RUNS,
+    as_json: terminal.JsonOption = False,
 ) -> None:
     """Find the documents that hold a text, and the steps of pretraining that read them.
 
@@ -88,11 +82,11 @@ def search(
     with working(f"reading the documents of {folder.name}"):
         documents = list(itertools.islice(TrainingRows(folder, "pretrain").find(text), limit + 1))
     more, documents = len(documents) > limit, documents[:limit]
+    held_out = [{"folder": "held out", "number": "", "steps": []}]
     rows = [
-        {key: value for key, value in document.items() if key != "rows"}
-        | {"shard": f"{row['folder']} {row['number']}", "read at steps": row["steps"]}
+        document | {"rows": None, "shard": f"{row['folder']} {row['number']}", "read at steps": row["steps"]}
         for document in documents
-        for row in document["rows"] or [{"folder": "held out", "number": "", "steps": []}]
+        for row in document["rows"] or held_out
     ]
     view = [table(rows) if rows else "In no document that was trained on or held out."]
     view += ["There are more: --limit shows them."] if more else []
@@ -105,8 +99,8 @@ def head(
     step: Annotated[str | None, opt("A data step, such as filter or split (default).")] = None,
     part: Annotated[str | None, opt("Of split: train or validation.")] = None,
     limit: Annotated[int, opt("Number of documents to show.", min=1)] = 10,
-    runs: options.RunsOption = options.RUNS,
-    as_json: options.JsonOption = False,
+    runs: terminal.RunsOption = terminal.RUNS,
+    as_json: terminal.JsonOption = False,
 ) -> None:
     """Show the first documents that a step passed on.
 
@@ -122,7 +116,7 @@ def head(
 
 @group.command()
 def stats(
-    run: options.RunArgument, runs: options.RunsOption = options.RUNS, as_json: options.JsonOption = False
+    run: terminal.RunArgument, runs: terminal.RunsOption = terminal.RUNS, as_json: terminal.JsonOption = False
 ) -> None:
     """Count what each data step kept and removed, and the tokens of each source and language.
 

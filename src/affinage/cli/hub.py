@@ -8,12 +8,9 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.filesize import decimal
-
-from affinage.cli import options
-from affinage.cli.options import app, arg, find, model_of, opt, warn
-from affinage.cli.output import working
+from affinage.cli import terminal
 from affinage.cli.run import run_own_steps
+from affinage.cli.terminal import app, arg, find, model_of, must_be_new, opt, warn, working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +33,7 @@ def import_(
     """
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip("._-") or "imported"
     folder = to or Path(name)
-    _must_be_new(folder)
+    must_be_new(folder)
     from affinage.hub.folder import local_copy
     from affinage.model.graph import parameters
     from affinage.pipeline.opening import import_model
@@ -45,21 +42,18 @@ def import_(
         place = Path(os.path.expanduser(source))
         origin = os.path.abspath(place) if place.is_dir() else source
         hub = import_model(local_copy(source), folder, name, origin=origin)
-    family, context, vocabulary = hub.architecture.family, hub.architecture.context, hub.graph.vocabulary
     if hub.architecture.ignored:
-        warn(f"config.json has keys without a meaning for a {family}: {', '.join(hub.architecture.ignored)}")
-    print(
-        f"A {family} of {parameters(hub.graph).total:,} parameters, {vocabulary:,} token ids and {context:,} positions "
-        f"is in {folder}, with a recipe: {folder}/recipe.yaml"
-    )
+        warn(f"config.json has keys without a meaning for this family: {', '.join(hub.architecture.ignored)}")
+    size = f"{parameters(hub.graph).total:,} parameters and {hub.architecture.context:,} positions"
+    print(f"A {hub.architecture.family} of {size} is in {folder}, with a recipe: {folder}/recipe.yaml")
 
 
 @app.command()
 def export(
-    model: options.ModelArgument,
-    overrides: options.SetOption = None,
-    runs: options.RunsOption = options.RUNS,
-    force: options.ForceOption = None,
+    model: terminal.ModelArgument,
+    overrides: terminal.SetOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    force: terminal.ForceOption = None,
     to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, opt("Of the weights; default: float32.")] = None,
     license: Annotated[str | None, opt("SPDX identifier; default: the import's, or apache-2.0.")] = None,
@@ -76,11 +70,8 @@ def export(
     Examples: affinage export quickstart --verify
 
     affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16
-
-    affinage export quickstart/sft --adapter --to my_adapter
     """
-    chosen: dict[str, Any] = {"dtype": dtype, "license": license}
-    chosen = {name: value for name, value in chosen.items() if value}
+    chosen: Any = {name: value for name, value in (("dtype", dtype), ("license", license)) if value}
     if adapter and (to is None or check or check_gguf):
         fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
         raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
@@ -89,12 +80,19 @@ def export(
         raise UserError("--set and --force are for the run's own export, --to is for another", where=model, fix=fix)
     if to is None:
         settings = [f"export.{name}={json.dumps(value)}" for name, value in chosen.items()]
-        to = _export_of_run(model, options.PipelineOptions([*(overrides or ()), *settings], runs, force))
+        to = _export_of_run(model, terminal.PipelineOptions([*(overrides or ()), *settings], runs, force))
     else:
-        _must_be_new(to)
+        must_be_new(to)
         target, state = model_of(model, runs)
         if adapter:
-            _write_adapter(target, runs, to, base)
+            from affinage.hub.folder import write_adapter
+            from affinage.pipeline.models import facts_of
+            from affinage.pipeline.opening import open_adapters
+
+            base = base or str(facts_of(target.path).get("begun_with", ""))
+            write_adapter(to, *open_adapters(target, runs), base=base)
+            unknown = "the model before this training: export it, and name it by --base"
+            print(f"The adapter is in {to}. Its base: {base or unknown}.")
             return
         _write_model(target, state, runs, to, **chosen)
     if check or check_gguf:
@@ -102,7 +100,7 @@ def export(
     print(f"The model is in {to}.")
 
 
-def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
+def _export_of_run(name: str, settings: terminal.PipelineOptions) -> Path:
     """The folder that a run's export step wrote, after running that step if it is missing."""
     from affinage.pipeline.models import TRAININGS, run_of, trainings_of
     from affinage.pipeline.store import read_manifest, read_request
@@ -122,20 +120,15 @@ def _export_of_run(name: str, settings: options.PipelineOptions) -> Path:
 
 
 def _write_model(
-    target: "Target",
-    state: dict[str, Any],
-    runs: Path,
-    to: Path,
-    license: str | None = None,
-    **how: Any,
+    target: "Target", state: dict[str, Any], runs: Path, to: Path, license: str | None = None, **how: Any
 ) -> None:
     """Export a model, with a card of what its run knows and, if it is not trained to its end, how far it is."""
     from affinage.hub.folder import CardFacts
     from affinage.hub.folder import export as write
     from affinage.pipeline.models import is_tuned, license_of, recorded, results_of
     from affinage.pipeline.opening import open_model
-    from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
+    from affinage.report.page import card_facts
 
     of_run = (recorded(target.run).get("export") or {}) if target.run is not None else {}
     license = license or of_run.get("license") or license_of(target.path)
@@ -145,21 +138,10 @@ def _write_model(
         facts = card_facts(collect_facts(target.run, results), license)
     facts = replace(facts, tuned=is_tuned(target.path))  # also while it is being trained
     if state and (state["step"] != state["steps"] or target.step is not None):
-        facts = replace(facts, training={**facts.training, "Checkpoint": options.describe(state)})
+        facts = replace(facts, training={**facts.training, "Checkpoint": terminal.describe(state)})
     # The name of the model may be a path, and a card does not show this machine's folders.
     model = replace(open_model(target, runs), name=target.path.name if Path(target.name).is_absolute() else target.name)
     write(model, to, facts=facts, place=to.name if to.is_absolute() else str(to), **how)
-
-
-def _write_adapter(target: "Target", runs: Path, to: Path, base: str | None) -> None:
-    from affinage.hub.folder import write_adapter
-    from affinage.pipeline.models import facts_of
-    from affinage.pipeline.opening import open_adapters
-
-    base = base or str(facts_of(target.path).get("begun_with", ""))
-    files = write_adapter(to, *open_adapters(target, runs), base=base)
-    unknown = "the model before this training: export it, and name it by --base"
-    print(f"The adapter is in {to}: {decimal(sum(files.values()))}. Its base: {base or unknown}.")
 
 
 def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_gguf: bool) -> None:
@@ -183,9 +165,3 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
             facts = verify_gguf(folder, model, [*_PROBES, *TRICKY_TEXTS, *islice(held_out, _LINES)])
         apart = f"{facts['largest_logit_difference']:.1e} of the largest apart"
         print(f"llama.cpp computes the same: ids of {facts['texts']:,} lines, logits at most {apart}")
-
-
-def _must_be_new(folder: Path) -> None:
-    if folder.exists():
-        fix = "Name another folder, such as --to my_model."
-        raise UserError("this is there already", where=str(folder), fix=fix)

@@ -2,14 +2,13 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from affinage.cli import options
-from affinage.cli.options import app, load, opt
-from affinage.cli.output import Table, counted, emit, table, working
+from affinage.cli import terminal
+from affinage.cli.terminal import app, counted, emit, load, opt, table, working
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.chips import Slice, find_slice, memory_text
@@ -20,41 +19,31 @@ if TYPE_CHECKING:
     from affinage.planning.compiled import CompileReport
     from affinage.planning.plan import Plan, Training
 
+_Answer = tuple[dict[str, Any], Iterable[Any]]  # the facts, and lines and tables for people
 _BEST = 3  # settings that --search prints
 _ON = "By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu."
 
 
 @app.command()
 def plan(
-    recipe: options.RecipeArgument,
+    recipe: terminal.RecipeArgument,
     on: Annotated[str | None, opt(_ON, "--on", metavar="SLICE")] = None,
-    training: Annotated[
-        Literal["pretrain", "sft", "dpo"] | None, opt("The training to plan; default: the recipe's first.")
-    ] = None,
-    overrides: options.SetOption = None,
+    training: Annotated[terminal.TrainingName | None, opt("The training to plan; default: the first.")] = None,
+    overrides: terminal.SetOption = None,
     compile_step: Annotated[bool, opt("Compile the step with the slice's own compiler: minutes.", "--compile")] = False,
     which: Annotated[bool, opt("Compare many slices: time and cost on each.", "--which")] = False,
     search: Annotated[bool, opt("Search for the fastest mesh, micro-batches and remat.", "--search")] = False,
     width: Annotated[int | None, opt("Find the most layers of this width that the slice's compiler accepts.")] = None,
     tries: Annotated[int, opt("Maximum number of compilations for --width.", min=1)] = 6,
-    curve: Annotated[
-        Literal["weak", "strong"] | None,
-        opt("Scale from --on to 4,096 chips at a constant batch per device (weak) or batch."),
-    ] = None,
-    runs: options.RunsOption = options.RUNS,
-    as_json: options.JsonOption = False,
+    curve: Annotated[Literal["weak", "strong"] | None, opt("Scale to 4,096 chips; weak: rows per device stay.")] = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    as_json: terminal.JsonOption = False,
 ) -> None:
     """Plan a training: whether it fits a slice, its time and cost, and which claims about it cannot be true.
 
     A plan that does not fit is an answer, with exit status 0.
 
     Example: affinage plan julian-600m --on v4-32 --compile
-
-    affinage plan julian-600m --on v4-32 --search
-
-    affinage plan julian-sft --training sft --set sft.lora.r=16 --on h100
-
-    affinage plan julian-600m --which
 
     affinage plan capacity --on v4-128 --width 10240
     """
@@ -71,28 +60,30 @@ def plan(
     planned = _planned(recipe, overrides, training, runs)
     from affinage.planning.plan import default_slice, make_plan
 
-    loaded, graph = planned.loaded.recipe, planned.graph
-    where = named or default_slice(loaded)
+    where = named or default_slice(planned.loaded.recipe)
+    facts: dict[str, Any]
+    view: Iterable[Any]
     if which:
-        _which(planned, as_json)
+        facts, view = _which(planned)
     elif width is not None:
-        _capacity(planned, where, width, tries, as_json)
+        facts, view = _capacity(planned, where, width, tries)
     elif curve:
         from affinage.planning.search import curve as scaled
 
-        facts, rows = [], []
-        for made, efficiency in scaled(loaded, graph, curve, where):
-            facts.append(made.to_dict() | {"efficiency": efficiency})
+        facts, rows = {"curve": []}, []
+        for made, efficiency in scaled(planned.loaded.recipe, planned.graph, curve, where):
+            facts["curve"].append(made.to_dict() | {"efficiency": efficiency})
             columns = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU", "total", "cost", "bound by")
             rows.append(_row(made, *columns) | {"of ideal": f"{efficiency:.0%}"})
-        emit({"curve": facts}, as_json, [table(rows)])
+        view = [table(rows)]
     elif search:
-        _search(planned, where, compile_step, as_json)
+        facts, view = _search(planned, where, compile_step)
     else:
-        made = make_plan(loaded, graph, where, planned.data_tokens)
+        made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
         report = planned.compiled(where) if compile_step else None
-        compiled = {"compiled": vars(report)} if report else {}
-        emit(made.to_dict() | compiled, as_json, _plan_view(made, report, planned.extent))
+        facts = made.to_dict() | ({"compiled": vars(report)} if report else {})
+        view = _plan_view(made, report, planned.extent)
+    emit(facts, as_json, view)
 
 
 @dataclass(frozen=True)
@@ -130,9 +121,8 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     changed = [*overrides, *(only(training, loaded.recipe) if training else ())]
     tokenizer = read_result(run / "train-tokenizer", TokenizerResult)
     if tokenizer and tokenizer.vocabulary and loaded.recipe.tokenizer.kind == "char":  # one id for each character
-        nodes = loaded.recipe.model.get("nodes")
-        named = nodes.items() if isinstance(nodes, dict) else ()  # what is wrong with others is reported below
-        automatic = [node for node, layer in named if isinstance(layer, dict) and layer.get("vocab") == "auto"]
+        nodes = loaded.recipe.model["nodes"].items()
+        automatic = [node for node, layer in nodes if isinstance(layer, dict) and layer.get("vocab") == "auto"]
         changed += [f"model.nodes.{node}.vocab={tokenizer.vocabulary}" for node in automatic]
     if changed != overrides:
         loaded = load_recipe(file, changed, left_out=None if of_run is None else [])
@@ -140,17 +130,14 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
     packed = read_result(run / ROWS[section], SequencesResult)
-    tokens = packed.train.tokens if packed and packed.train else None
+    tokens = packed.train.tokens if packed else None
     others = ["the data"] if loaded.recipe.data is not None and tokens is None else []
     others += [f"{each} (--training {each})" for each in loaded.recipe.trainings if each != section]
     extent = f"planned: {section}" + (f"; not planned: {', '.join(others)}" if others else "")
     return _Planned(name, file, changed, loaded, planned_graph(loaded), tokens, extent)
 
 
-# ---- one plan ----
-
-
-def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Iterator[str | Table]:
+def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Iterator[Any]:
     """What a training needs and takes, part by part, and the compiler's report; `extent` is the part of the recipe."""
     from affinage.data.dataloader import repetition
 
@@ -171,12 +158,11 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
     yield f"a checkpoint takes {memory_text(made.save_bytes)}; those that are kept and the next take {disk} of disk\n"
     parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size}
     parts |= {f"estimate: {'fits' if made.fits else 'does not fit'}": memory.total, "a program may take": made.capacity}
-    yield Table(("memory of a device", ""), [(name, memory_text(size)) for name, size in parts.items()])
+    yield table([{"memory of a device": name, "": memory_text(size)} for name, size in parts.items()])
     if report is not None:
         peak = memory_text(report.peak_bytes) if report.peak_bytes else "memory unknown"
         off = f"the estimate is {memory.total / report.peak_bytes - 1:+.1%} off" if report.fits else report.message
-        verdict = "fits" if report.fits else "does not fit"
-        yield f"compiler: {verdict}, {peak}; {off}"
+        yield f"compiler: {'fits' if report.fits else 'does not fit'}, {peak}; {off}"
         for name, counts in (("collectives", report.collectives), ("attention", report.attention)):
             if counts is not None:
                 yield f"  {name} in the program: {', '.join(f'{n} {kind}' for kind, n in counts.items()) or 'none'}"
@@ -186,15 +172,21 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
     if where.platform != "gpu":
         columns.pop("launches")
     rows = [
-        (node.name, *(f"{getattr(node, part):.4f}" for part in columns), node.bound)
+        {"seconds of a step": node.name}
+        | {title: f"{getattr(node, part):.4f}" for part, title in columns.items()}
+        | {"bound by": node.bound}
         for node in time.nodes
         if node.seconds
     ]
     others = [("update of the weights", time.update, "memory"), ("sums over micro-batches", time.adding, "")]
     others += [("bubble", time.bubble, ""), ("step", time.seconds, time.bound)]
-    blank = [""] * (len(columns) - 1)
-    rows += [(name, *blank, f"{seconds:.4f}", bound) for name, seconds, bound in others if seconds]
-    yield Table(("seconds of a step", *columns.values(), "bound by"), rows, left=(0, len(columns) + 1))
+    blank = dict.fromkeys(["seconds of a step", *columns.values()], "")
+    rows += [
+        blank | {"seconds of a step": name, "takes": f"{seconds:.4f}", "bound by": bound}
+        for name, seconds, bound in others
+        if seconds
+    ]
+    yield table(rows)
     mfu = "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
     cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour"
     if cost and made.price != made.recipe.hardware.price:
@@ -206,19 +198,12 @@ def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Ite
     yield from (f"  {claim}: {what}" for claim, what in made.contradictions.items())
 
 
-# ---- tables of plans ----
-
-
 def _mesh(sizes: Any) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def _row(made: "Plan", *columns: str) -> dict[str, Any]:
     """The cells of a plan in a table of plans, for some columns."""
-
-    def dollars(amount: float | None) -> str:
-        return "" if amount is None else f"${amount:,.2f}" if amount < 1000 else f"${amount:,.0f}"
-
     cells = {
         "slice": made.where.name,
         "chips": made.where.chips,
@@ -231,36 +216,32 @@ def _row(made: "Plan", *columns: str) -> dict[str, Any]:
         "tokens/s": f"{made.tokens_per_second:,.0f}",
         "MFU": f"{made.mfu:.0%}" if made.mfu else "",
         "total": duration(made.seconds),
-        "cost": dollars(made.cost),
-        "of 1e9 tokens": dollars(made.cost_per_billion),
+        "cost": "" if made.cost is None else f"${made.cost:,.2f}",
+        "of 1e9 tokens": "" if made.cost_per_billion is None else f"${made.cost_per_billion:,.2f}",
         "bound by": made.time.bound,
     }
     return {column: cells[column] for column in columns}
 
 
-def _which(planned: _Planned, as_json: bool) -> None:
-    """Print the plan on every slice, those that fit first, and the slices that the recipe cannot be split over."""
+def _which(planned: _Planned) -> _Answer:
+    """The plan on every slice, those that fit first, and the slices that the recipe cannot be split over."""
     from affinage.planning.plan import compare
 
     with working("planning"):
         plans, refused = compare(planned.loaded.recipe, planned.graph)
-    facts = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
     columns = ("slice", "chips", "fits", "of a device", "may take", "step", "tokens/s", "MFU", "total", "cost")
     rows = [_row(made, *columns, "of 1e9 tokens", "bound by") for made in plans]
-    view: list[str | Table] = [f"{planned.loaded.recipe.name}; {planned.extent}\n", table(rows)]
+    view = [f"{planned.loaded.recipe.name}; {planned.extent}\n", table(rows)]
     view += [f"\nLeft out: {len(refused)} of {len(plans) + len(refused)} slices."] if refused else []
     for setting in dict.fromkeys(error.where for _, error in refused):
-        names = ", ".join(where.name for where, error in refused if error.where == setting)
-        first = next(error for _, error in refused if error.where == setting)
-        view.append(f"  {setting}: {names}. The first of them: {first.what}. {first.fix}")
-    emit({"plans": [made.to_dict() for made in plans], "refused": facts}, as_json, view)
+        names, errors = zip(*((where.name, error) for where, error in refused if error.where == setting))
+        view.append(f"  {setting}: {', '.join(names)}. The first of them: {errors[0].what}. {errors[0].fix}")
+    facts = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
+    return {"plans": [made.to_dict() for made in plans], "refused": facts}, view
 
 
-# ---- searches ----
-
-
-def _search(planned: _Planned, where: Slice, compile_step: bool, as_json: bool) -> None:
-    """Print the best settings, with the compiler's report of each where the step is compiled."""
+def _search(planned: _Planned, where: Slice, compile_step: bool) -> _Answer:
+    """The best settings, with the compiler's report of each where the step is compiled."""
     import yaml
 
     from affinage.planning.search import search
@@ -270,26 +251,25 @@ def _search(planned: _Planned, where: Slice, compile_step: bool, as_json: bool) 
         best, candidates, estimated = search(recipe, planned.graph, where, _BEST, progress)
     rows: list[dict[str, Any]] = []
     facts: list[dict[str, Any]] = []
-    paste = "The compiler refused all of them."
-    for candidate, made in reversed(best):  # so that the best one is pasted
-        settings = candidate.settings(recipe)
-        rows.insert(0, {"mesh": _mesh(candidate.sizes), "micro-batches": candidate.micro_batches})
-        rows[0] |= {"remat": candidate.remat} | _row(made, "step", "MFU", "of a device", "may take", "bound by")
-        facts.insert(0, {"settings": settings, "plan": made.to_dict()})
+    paste = ""
+    for candidate, made in best:
+        facts.append({"settings": candidate.settings(recipe), "plan": made.to_dict()})
+        rows.append({"mesh": _mesh(candidate.sizes), "micro-batches": candidate.micro_batches})
+        rows[-1] |= {"remat": candidate.remat} | _row(made, "step", "MFU", "of a device", "may take", "bound by")
         report = planned.compiled(where, candidate.overrides(recipe)) if compile_step else None
         if report is not None:
-            facts[0]["compiled"] = vars(report)
-            rows[0]["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
-        if report is None or report.fits:
-            lines = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
+            facts[-1]["compiled"] = vars(report)
+            rows[-1]["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
+        if not paste and (report is None or report.fits):
+            lines = yaml.safe_dump(facts[-1]["settings"], sort_keys=False, default_flow_style=None)
             paste = f"The best of them, to paste into the recipe:\n\n{lines.rstrip()}"
     ways = f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"
     counts = {"candidates": candidates, "estimated": estimated}
-    emit(counts | {"best": facts}, as_json, [ways, table(rows), "\n" + paste])
+    return counts | {"best": facts}, [ways, table(rows), "\n" + (paste or "The compiler refused all of them.")]
 
 
-def _capacity(planned: _Planned, where: Slice, width: int, tries: int, as_json: bool) -> None:
-    """Print every attempt as it comes, and the largest model with its predicted step and the command that plans it."""
+def _capacity(planned: _Planned, where: Slice, width: int, tries: int) -> _Answer:
+    """The largest model with its predicted step and the command that plans it; prints every attempt as it comes."""
     from affinage.pipeline.models import command
     from affinage.planning.compiled import FAX, capacity, shape
 
@@ -311,7 +291,8 @@ def _capacity(planned: _Planned, where: Slice, width: int, tries: int, as_json: 
         facts["times_fax"] = made.facts.parameters / parameters
         times = f"{facts['times_fax']:.2f} times as many"
         view.append(f"FAX reached {parameters / 1e9:.1f}B at {seconds:.2f} s a step: {times}.")
-    words = [word for each in chosen for word in ("--set", each)]
-    view.append("\n" + command("plan", planned.name, "--on", where.name, *words))
+    view.append(
+        "\n" + command("plan", planned.name, "--on", where.name, *(word for each in chosen for word in ("--set", each)))
+    )
     facts |= {"overrides": chosen, "attempts": {tried: vars(report) for tried, report in reports.items()}}
-    emit(facts, as_json, view)
+    return facts, view

@@ -11,12 +11,12 @@ import typer
 
 import affinage
 from affinage import errors
-from affinage.cli.options import app, opt
+from affinage.cli.terminal import app, opt
 from affinage.secrets import masked
 from affinage.stopping import left_when_done
 
 _EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra
-for _name in "run launch sweep data checkpoint eval compare plan hub chat config graph doctor".split():
+for _name in "run data checkpoint eval plan hub chat config".split():
     importlib.import_module(f"affinage.cli.{_name}")  # which registers its verbs, in the order of the help
 
 

@@ -1,28 +1,33 @@
-"""Verbs that run the steps of a recipe, `run` and those that stop at one of them; and the report of what they made."""
+"""Verbs that run the steps of a recipe, here or in several processes; and the report of what they made."""
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from affinage.cli import options
-from affinage.cli.options import PipelineOptions, RecipeArgument, app, arg, find, load, opt, warn
-from affinage.cli.output import emit, only_data_on_stdout, screen, working
+from affinage.cli import terminal
+from affinage.cli.terminal import PipelineOptions, arg, emit, find, load, only_data_on_stdout, opt, screen
 from affinage.errors import UserError
 
+if TYPE_CHECKING:
+    from affinage.cluster.launch import WorkerGroup
+    from affinage.config.load import LoadedRecipe
 
-@app.command()
+
+@terminal.app.command()
 def run(
-    recipe: RecipeArgument,
-    until: options.UntilOption = None,
-    overrides: options.SetOption = None,
-    runs: options.RunsOption = options.RUNS,
-    force: options.ForceOption = None,
-    dry_run: options.DryRunOption = False,
-    as_json: options.JsonOption = False,
+    recipe: terminal.RecipeArgument,
+    until: terminal.UntilOption = None,
+    overrides: terminal.SetOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    force: terminal.ForceOption = None,
+    dry_run: terminal.DryRunOption = False,
+    as_json: terminal.JsonOption = False,
 ) -> None:
     """Run a recipe, from raw text to the report. Steps that are complete are not run again.
 
@@ -31,63 +36,103 @@ def run(
     run_pipeline(recipe, PipelineOptions(overrides, runs, force, dry_run, as_json), until or ())
 
 
-def verb_until(steps: Sequence[str], data: str, name: str, help: str, group: typer.Typer = app) -> None:
+def verb_until(name: str, steps: Sequence[str], data: str, help: str, group: typer.Typer = terminal.app) -> None:
     """Register a verb that runs a recipe up to those of `steps` that it has, or shows the rows of its step `data`."""
 
     @group.command(name, help=help)
     def verb(
-        recipe: RecipeArgument,
+        recipe: terminal.RecipeArgument,
         show: Annotated[int | None, opt("Only prepare the data, and show N examples.", min=1, metavar="N")] = None,
-        overrides: options.SetOption = None,
-        runs: options.RunsOption = options.RUNS,
-        force: options.ForceOption = None,
-        dry_run: options.DryRunOption = False,
-        as_json: options.JsonOption = False,
+        overrides: terminal.SetOption = None,
+        runs: terminal.RunsOption = terminal.RUNS,
+        force: terminal.ForceOption = None,
+        dry_run: terminal.DryRunOption = False,
+        as_json: terminal.JsonOption = False,
     ) -> None:
         settings = PipelineOptions(overrides, runs, force, dry_run, as_json)
         folder = run_pipeline(recipe, settings, (data,) if show else steps, any_of=True)
-        if show and not dry_run:
-            with only_data_on_stdout(as_json):
-                _show_examples(folder / data, show)
+        if not show or dry_run:
+            return
+        from affinage.data.tokenizer import Tokenizer
+        from affinage.data.tuning_data import show_examples
+        from affinage.pipeline.models import made_from
+
+        rows = folder / data
+        tokenizer = made_from(rows.resolve(), "train-tokenizer")
+        if tokenizer is None:
+            raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
+        with only_data_on_stdout(as_json):
+            for title, example in show_examples(rows, Tokenizer(tokenizer), show):
+                screen().print(f"\n[bold]{title}[/bold]: what is trained on stands between ⟦ and ⟧")
+                screen().print(example, markup=False, highlight=False)
 
 
-verb_until(
-    ("pretrain",),
-    "tokenize",
-    "train",
-    "Run up to the end of pretraining: `run --until pretrain`; or show what it would be trained on.\n\n"
-    "Example: affinage train quickstart --set pretrain.steps=200",
-)
-verb_until(
-    ("sft",),
-    "sft-data",
-    "sft",
-    "Run up to the end of supervised fine-tuning: `run --until sft`; or show what it would be trained on.\n\n"
-    "Example: affinage sft quickstart --show 3",
-)
-verb_until(
-    ("dpo",),
-    "preference-data",
-    "dpo",
-    "Run up to the end of direct preference optimization: `run --until dpo`; or show its pairs.\n\n"
-    "Example: affinage dpo quickstart --set dpo.beta=0.3",
-)
+for _name, _step, _data, _until, _example in (
+    ("train", "pretrain", "tokenize", "pretraining", "--set pretrain.steps=200"),
+    ("sft", "sft", "sft-data", "supervised fine-tuning", "--show 3"),
+    ("dpo", "dpo", "preference-data", "direct preference optimization", "--set dpo.beta=0.3"),
+):
+    _help = f"Run up to the end of {_until}: `run --until {_step}`; or show what it would be trained on."
+    verb_until(_name, (_step,), _data, f"{_help}\n\nExample: affinage {_name} quickstart {_example}")
 
 
-def _show_examples(rows: Path, count: int) -> None:
-    from affinage.data.tokenizer import Tokenizer
-    from affinage.data.tuning_data import show_examples
-    from affinage.pipeline.models import made_from
+@terminal.app.command()
+def launch(
+    recipe: terminal.RecipeArgument,
+    processes: Annotated[int, opt("Number of processes that train together.", min=1, metavar="N")],
+    on: Annotated[Literal["local", "ray"], opt("On this machine, or on a Ray cluster.")] = "local",
+    devices: Annotated[int | None, opt("Devices that the CPU of each process simulates.", min=1, metavar="N")] = None,
+    overrides: terminal.SetOption = None,
+    runs: terminal.RunsOption = terminal.RUNS,
+    until: terminal.UntilOption = None,
+    max_failures: Annotated[int, opt("Restarts after a process was killed or failed.", min=0)] = 10,
+    grace: Annotated[float, opt("Seconds to save in when this program is stopped.", min=1)] = 35.0,
+    address: Annotated[str, opt("ray: of the cluster (auto, HOST:6379); default: one on this machine.")] = "",
+    min_processes: Annotated[int | None, opt("ray: go on with this many machines.", min=1, metavar="N")] = None,
+) -> None:
+    """Run a recipe in several processes, and start them again when one is lost.
 
-    folder = made_from(rows.resolve(), "train-tokenizer")
-    if folder is None:
-        raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
-    for name, example in show_examples(rows, Tokenizer(folder), count):
-        screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
-        screen().print(example, markup=False, highlight=False)
+    All processes must see the same folder of runs, unless `runtime.remote` is a gs:// URL. For Slurm, GKE and others
+    see docs/clusters.md.
+
+    Example: affinage launch quickstart --processes 2 --devices 4 --set mesh.data=auto
+    """
+    loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
+    from affinage.cluster.launch import start_local, supervise
+    from affinage.pipeline.models import RECIPE
+
+    file = (loaded.path if run is None else run / RECIPE).resolve()
+    words = ["run", str(file), "--runs", str(runs.absolute())]
+    for option, values in (("--set", overrides), ("--until", until)):
+        words += [word for value in values or () for word in (option, value)]
+    write = partial(print, flush=True)
+    with contextlib.ExitStack() as cleanup:
+        if on == "local":
+            start: Callable[..., WorkerGroup] = partial(start_local, workers=processes, devices=devices, say=write)
+        else:
+            from affinage.cluster.ray_launch import RayLauncher
+
+            how: Any = {"address": address, "min_workers": min_processes, "devices": devices}
+            launcher = RayLauncher(processes, files=_files_of(loaded, file), say=write, **how)
+            cleanup.callback(launcher.close)
+            start = launcher.start
+        status = supervise(start, words, max_failures=max_failures, grace=grace, say=write)
+    raise typer.Exit(status)
 
 
-@app.command()
+def _files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:
+    """The recipe's file, those that it is based on, and its plug-ins, by their paths here."""
+    from affinage.config.load import read_file
+
+    files, base = [file], loaded.base
+    while base is not None:
+        files.append(base)
+        base = read_file(base).base  # which need not be a whole recipe
+    files += [loaded.beside(plugin, ("plugins", at)) for at, plugin in enumerate(loaded.recipe.plugins)]
+    return {os.fspath(path.resolve()): path.read_bytes() for path in files}
+
+
+@terminal.app.command()
 def world(
     folder: Annotated[Path, arg("FOLDER", "Where to write; must not be there.")],
     megabytes: Annotated[float, opt("How much text, in 1e6 bytes.", min=0.01)] = 3.0,
@@ -99,11 +144,10 @@ def world(
     """
     from affinage.data.synthetic import write_world
 
-    if folder.exists():
-        raise UserError("this is there already", where=str(folder), fix="Name a folder that is not there yet.")
+    terminal.must_be_new(folder)
     folder.mkdir(parents=True)
     try:
-        with working("the pocket world"):
+        with terminal.working("the pocket world"):
             write_world(folder, megabytes=megabytes, seed=seed)
     except BaseException:  # also when it is interrupted
         shutil.rmtree(folder)
@@ -111,21 +155,17 @@ def world(
     print(f"The pocket world is in {folder}.")
 
 
-@app.command()
+@terminal.app.command()
 def report(
-    run: options.RunArgument,
-    runs: options.RunsOption = options.RUNS,
-    lang: options.LangOption = None,
-    out: Annotated[
-        Path | None, opt("Where to write; default: report.html in the run.", "--out", metavar="FILE")
-    ] = None,
-    as_json: options.JsonOption = False,
+    run: terminal.RunArgument,
+    runs: terminal.RunsOption = terminal.RUNS,
+    lang: terminal.LangOption = None,
+    out: Annotated[Path | None, opt("Where to write; default: in the run.", "--out", metavar="FILE")] = None,
+    as_json: terminal.JsonOption = False,
 ) -> None:
     """Write the report of a run, one HTML file. With --out, a run that is not complete has a report of what there is.
 
-    Examples: affinage report quickstart
-
-    affinage report quickstart --lang fr --out rapport.html
+    Example: affinage report quickstart --lang fr --out rapport.html
     """
     from affinage.pipeline.models import check_complete, run_of, untrained
 
@@ -134,7 +174,7 @@ def report(
     if out is None:
         check_complete(target, runs, instead="For a report of what there is, name a file: --out report.html")
     elif missing := untrained(folder):
-        warn(f"`{run}` is not complete; to train: {', '.join(missing)}")
+        terminal.warn(f"`{run}` is not complete; to train: {', '.join(missing)}")
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     from affinage.report import write_report
 
@@ -146,15 +186,11 @@ def report(
 def run_pipeline(
     name: str, settings: PipelineOptions, until: Sequence[str], *, any_of: bool = False, only: Sequence[str] = ()
 ) -> Path:
-    """Run the steps of a recipe, or of a run's recipe, and show them as they run. Returns the run's folder.
+    """Run the steps of a recipe, or of a run's recipe, until some of them; show them and return the run's folder.
 
-    Args:
-        name: a recipe file, a run, or a packaged recipe.
-        settings: options of the command line.
-        until: names of steps.
-        any_of: leave out those of `until` that the recipe does not have, as long as it has one of them.
-        only: the steps that may run, and print no result at the end, if any are named; if others are not complete, the
-            command that runs them is the error's fix.
+    With `any_of`, steps of `until` that the recipe does not have are left out, as long as it has one of them. If steps
+    are named by `only`, no others run and no result is printed: for others that are not complete, the error's fix is
+    the command that runs them.
     """
     from affinage.stopping import StopSignals, without_readers
 
@@ -200,7 +236,7 @@ def run_pipeline(
                 screen().print(tokens, highlight=False)
             seconds = runner.run(Watch())
         if not only:
-            show_result(runner, plan, seconds, settings.as_json)
+            show_result(runner, [step.name for step in plan], seconds, settings.as_json)
         return runner.folder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage import results
-from affinage.cli.output import Table, counted, emit, listed, screen, working
+from affinage.cli.terminal import counted, emit, listed, screen, table, working
 from affinage.durations import duration
 from affinage.pipeline.models import TRAININGS, command
 from affinage.pipeline.runner import PipelineRunner, PlannedStep, ProgressListener
@@ -55,23 +55,18 @@ def _print(name: str, text: str) -> None:
 def show_plan(steps: Sequence[PlannedStep], as_json: bool) -> None:
     """List the steps, which of them would run, and why."""
     rows = [{"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps]
-    shown = [(s.name, "stays" if s.complete else "runs", s.reason) for s in steps]
+    shown = [{"step": s.name, "": "stays" if s.complete else "runs", "why": s.reason} for s in steps]
     waiting = sum(not step.complete for step in steps)
-    table = Table(("step", "", "why"), shown, left=(0, 1, 2))
-    emit(rows, as_json, [table, "", f"{waiting} of {counted(len(steps), 'step')} would run."])
+    emit(rows, as_json, [table(shown), "", f"{waiting} of {counted(len(steps), 'step')} would run."])
 
 
-def show_result(
-    runner: PipelineRunner, steps: Sequence[PlannedStep], seconds: Mapping[str, float], as_json: bool
-) -> None:
+def show_result(runner: PipelineRunner, complete: list[str], seconds: Mapping[str, float], as_json: bool) -> None:
     """Print where the results are, how long the steps took, and the next command."""
-    complete = [step.name for step in steps]
     there = places(runner, complete)
-    view = [f"Nothing to do: all {len(complete)} steps of {runner.loaded.recipe.name} are complete."]
-    if seconds:
-        ran = f"{counted(len(seconds), 'step')} in {duration(sum(seconds.values()))}"
-        view = [f"\n{ran}; complete before: {len(complete) - len(seconds)}."]
-    view += ["", *(f"{name:<{_NAME}}{place}" for name, place in there.items())]
+    ran = f"\n{counted(len(seconds), 'step')} in {duration(sum(seconds.values()))}"
+    before = f"complete before: {len(complete) - len(seconds)}."
+    view = [f"{ran}; {before}\n" if seconds else f"Nothing to do: all {len(complete)} steps are complete.\n"]
+    view += [f"{name:<{_NAME}}{place}" for name, place in there.items()]
     emit({"ran": seconds, "complete": complete, **there}, as_json, view)
 
 

@@ -77,7 +77,10 @@ def axis_sizes(sizes: Mapping[str, int | str], count: int, *, all_of_them: bool)
         product = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1)
         made = f"{product} makes {used} devices" if product else "the mesh is of 1 device"
         widest = "data" if used <= count else max(fixed, key=lambda axis: fixed[axis])
-        what, fix = f"{made}, but there are {count}", f"Set one axis to auto, such as --set mesh.{widest}=auto."
+        what, fix = (
+            f"{made}, but there are {count}",
+            f"Write {widest}=auto: --set mesh.{widest}=auto, --mesh {widest}=auto.",
+        )
         if free:
             what, fix = f"{made}, which does not divide the {count} there are", f"Take sizes that divide {count}."
     else:

@@ -26,8 +26,8 @@ from affinage.model import parse
 from affinage.pipeline.models import TRAININGS, Target, license_of, made_from
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext, Summary, mesh_of
-from affinage.report.card import card_facts
 from affinage.report.facts import collect_facts
+from affinage.report.page import card_facts
 
 _ANSWERS = "answers.db"  # of an evaluation that is not complete yet
 _SAMPLE_TOKENS = 64  # of each answer to a prompt or question of the report

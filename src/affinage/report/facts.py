@@ -29,7 +29,6 @@ from affinage.results import (
     Result,
     Size,
     TrainingResult,
-    Validated,
     read_json,
     read_json_lines,
     read_result,
@@ -49,31 +48,12 @@ Piece = tuple[str, bool]  # text, whether the other side lacks it
 # ---- trainings ----
 
 
-class Regression(Result):
-    """A benchmark that is worse than at an earlier step, with the probability that chance does this."""
-
-    task: str = ""
-    than: int = 0
-    p: float | None = None
-
-
 class EvalPoint(Result):
-    """The benchmarks after a step, by the metric that is compared, and those that are worse than before."""
+    """The benchmarks after a step, by the metric that is compared, and of those that are worse than before `task`."""
 
     step: int = 0
     scores: dict[str, Metric] = {}
-    worse: list[Regression] = []
-
-    def value(self, task: str) -> float | None:
-        """The score of a task."""
-        return self.scores.get(task, Metric()).value
-
-
-class _Line(Result):
-    """What a line of metrics.jsonl has beside its numbers."""
-
-    step: int | None = None
-    validation: dict[str, Validated] = {}
+    worse: list[dict[str, Any]] = []
 
 
 class _Stored(Result):
@@ -96,17 +76,6 @@ class Training:
     context: int | None  # tokens of a sequence
     curves: dict[str, list[Point]] = field(default_factory=dict)
     validation: dict[str, list[Point]] = field(default_factory=dict)
-    nonfinite_steps: list[int] = field(default_factory=list)  # whose loss was not a finite number
-
-    @property
-    def regressions(self) -> list[tuple[EvalPoint, EvalPoint, Regression]]:
-        """Benchmarks that became worse: for each its last point, the earlier one, and the most certain test."""
-        by_step = {point.step: point for point in self.points}
-        last: dict[str, tuple[EvalPoint, EvalPoint, Regression]] = {}
-        for point in self.points:
-            for one in sorted(point.worse, key=lambda one: -(one.p or 0.0)):
-                last[one.task] = (point, by_step.get(one.than, EvalPoint(step=one.than)), one)
-        return list(last.values())
 
 
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
@@ -122,18 +91,15 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
             analysis = analyze(graph, 1, model.context)
             predicted = predicted | _forecast(name, folder, result, recipe, graph, model.context)
     training = Training(name, result, model.points, predicted, analysis, model.context)
-    for values in read_json_lines(folder / "metrics.jsonl"):
-        line = _Line.model_validate(values)
-        if (step := line.step) is None:
+    for line in read_json_lines(folder / "metrics.jsonl"):
+        if not isinstance(step := line.get("step"), int):
             continue
-        for metric, value in values.items():
+        for metric, value in line.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 training.curves.setdefault(metric, []).append((step, value))
-            elif metric == "loss":
-                training.nonfinite_steps.append(step)
-        for dataset, validated in line.validation.items():
-            if validated.loss is not None:
-                training.validation.setdefault(dataset, []).append((step, validated.loss))
+        for dataset, validated in line.get("validation", {}).items():
+            if validated.get("loss") is not None:
+                training.validation.setdefault(dataset, []).append((step, validated["loss"]))
     return training
 
 
@@ -148,11 +114,11 @@ def _forecast(
     from affinage.data.tuning_data import documents_in_a_row
     from affinage.planning.plan import forecast, preferring
 
-    steps, tokens, devices = result.steps or 0, result.tokens or 0, result.devices
+    rows, devices = (result.tokens or 0) // (result.steps or 1) // context, result.devices
     try:
         loaded = Recipe.model_validate(dict(recipe))
         settings = getattr(loaded, name)
-        if not (settings and steps and tokens):
+        if not (settings and result.steps and rows):
             return {}
         if name == "dpo":  # the stored graph is without the loss of preferences
             data = folder.parent / "preference-data"
@@ -160,12 +126,13 @@ def _forecast(
             graph = preferring(graph, settings, context, documents)
     except (ValidationError, UserError):
         return {}
-    places: dict[str, Any] = {"mesh": devices.mesh, "device_kind": devices.kind, "devices": devices.count or 1}
-    rows = tokens // steps // context
-    if (found := forecast(graph, settings, loaded.parallel, rows=rows, context=context, **places)) is None:
+    places: Any = {"mesh": devices.mesh, "device_kind": devices.kind, "devices": devices.count or 1}
+    estimate = forecast(graph, settings, loaded.parallel, rows=rows, context=context, **places)
+    if estimate is None:
         return {}
-    memory, step = float(found[0].total), found[1].seconds
-    return {"step_seconds": step, "seconds": step * steps, "tokens_per_second": tokens / steps / step, "memory": memory}
+    memory, step = float(estimate[0].total), estimate[1].seconds
+    speed = rows * context / step
+    return {"step_seconds": step, "seconds": step * result.steps, "tokens_per_second": speed, "memory": memory}
 
 
 # ---- evaluations ----
@@ -215,39 +182,34 @@ def near_duplicates(dedup: Path, documents: Path) -> tuple[NearDuplicate, ...]:
     if not (dedup / "removed.parquet").is_file() or sum(file.stat().st_size for file in files) > _SEARCHED_BYTES:
         return ()
     try:
-        removed = pq.read_table(dedup / "removed.parquet", filters=[("exact", "==", False)])
-        table = removed.sort_by([(name, "ascending") for name in ("jaccard", "source", "id")]).slice(0, _SHOWN)
-        pairs = table.to_pylist()
+        inexact = pq.read_table(dedup / "removed.parquet", filters=[("exact", "==", False)])
+        order = [(name, "ascending") for name in ("jaccard", "source", "id")]
+        pairs = inexact.sort_by(order).slice(0, _SHOWN).to_pylist()
         wanted = ds.field("id").isin(sorted({pair[key] for pair in pairs for key in ("id", "duplicate_of")}))
         rows = ds.dataset(files).to_table(columns=["source", "id", "text"], filter=wanted).to_pylist() if pairs else []
         texts = {(row["source"], row["id"]): row["text"] for row in rows}
         found = []
         for pair in pairs:
-            kept = texts[pair["duplicate_of_source"], pair["duplicate_of"]]
-            kept_pieces, removed_pieces = differences(*_excerpts(kept, texts[pair["source"], pair["id"]]))
-            found.append(NearDuplicate(pair["jaccard"], pair["duplicate_of"], kept_pieces, pair["id"], removed_pieces))
+            kept, removed = _around_difference(
+                texts[pair["duplicate_of_source"], pair["duplicate_of"]], texts[pair["source"], pair["id"]]
+            )
+            found.append(NearDuplicate(pair["jaccard"], pair["duplicate_of"], kept, pair["id"], removed))
         return tuple(found)
     except (pa.ArrowException, OSError, KeyError):
         return ()  # another version's columns, or a file that is gone: the report has no such section then
 
 
-def _excerpts(*texts: str) -> list[str]:
-    """The parts of texts around their first difference."""
+def _around_difference(*texts: str) -> list[list[Piece]]:
+    """Two texts around their first difference, each cut into pieces that are shared or only on its side."""
     start = max(0, len(os.path.commonprefix(texts)) - _BEFORE)  # noqa: RUF071
     start = texts[0].rfind(" ", 0, start) + 1 or start
-    end = start + _LENGTH
-    return [("… " if start else "") + text[start:end] + (" …" if len(text) > end else "") for text in texts]
-
-
-def differences(left: str, right: str) -> tuple[list[Piece], list[Piece]]:
-    """Both texts cut into pieces, each marked as shared or as only on its side."""
-    words_left, words_right = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (left, right))
-    pieces: tuple[list[Piece], list[Piece]] = ([], [])
-    matcher = difflib.SequenceMatcher(None, words_left, words_right, autojunk=False)
-    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
-        for side, words in zip(pieces, (words_left[i1:i2], words_right[j1:j2])):
-            if words:
-                side.append(("".join(words), tag != "equal"))
+    excerpts = (("… " if start else "") + text[start : start + _LENGTH] for text in texts)
+    left, right = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in excerpts)
+    pieces: list[list[Piece]] = [[], []]
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        for side, part in zip(pieces, (left[i1:i2], right[j1:j2])):
+            if part:
+                side.append(("".join(part), tag != "equal"))
     return pieces
 
 
@@ -261,7 +223,6 @@ class Settings(Result):
     description: str = ""
     report: dict[str, Any] = {}
     data: dict[str, Any] = {}
-    evaluate: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -318,9 +279,9 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
     steps = []
     for name in read:
         manifest = Manifest.model_validate(read_json(folders[name] / "manifest.json"))
-        seconds = [manifest.seconds, trained[name].worked if name in trained else None]
-        longest = max((each for each in seconds if each is not None), default=None)
-        steps.append(manifest.model_copy(update={"step": name, "seconds": longest}))
+        worked = trained[name].worked if name in trained else None
+        seconds = max(manifest.seconds or 0.0, worked or 0.0) or None
+        steps.append(manifest.model_copy(update={"step": name, "seconds": seconds}))
     command = read_json(run_folder / "run.json").get("command")
     begun = {name: folders[name] for name in MODELS if name in folders and name not in read}
     unfinished = [
@@ -328,7 +289,6 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
         for name, folder in begun.items()
         if (folder / "metrics.jsonl").is_file()
     ]
-    evaluated = {model: folders[step] for model in MODELS.values() if (step := f"evaluate-{model}") in read}
     pairs = near_duplicates(folders["dedup"], folders.get("filter", run_folder / "filter")) if "dedup" in read else ()
     return Facts(
         name=settings.name or run_folder.name,
@@ -340,6 +300,8 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
         near_duplicates=pairs,
         trainings=tuple(read_training(name, folders[name], result, recipe) for name, result in trained.items()),
         unfinished=tuple(unfinished),
-        evaluations=tuple(read_evaluation(model, folder) for model, folder in evaluated.items()),
+        evaluations=tuple(
+            read_evaluation(model, folders[step]) for model in MODELS.values() if (step := f"evaluate-{model}") in read
+        ),
         versions={name: version for step in steps for name, version in step.versions.items()},
     )

@@ -7,6 +7,7 @@ too, so that color is never the only difference.
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -37,43 +38,28 @@ class Axis(NamedTuple):
 
 
 class Series(NamedTuple):
-    """One line or set of points of a chart.
+    """One line or set of points of a chart, or, without points, an entry of a legend.
 
-    `style`: "faint" for raw values behind a line, "line", or "points" for few values joined by a thin line. `errors`
-    are half-lengths of vertical bars, one per point; `ringed` points stand out.
+    `style`: "faint" for raw values behind a line, "line", "points" for few values joined by a thin line, or "chance"
+    for what guessing gets. `errors` are half-lengths of vertical bars, one per point; `ringed` points stand out.
     """
 
     label: str
-    points: Sequence[Point]
+    points: Sequence[Point] = ()
     color: int = 0
-    style: Literal["faint", "line", "points"] = "line"
+    style: Literal["faint", "line", "points", "chance"] = "line"
     errors: Sequence[float] = ()
     ringed: Sequence[bool] = ()
 
 
-class Interval(NamedTuple):
-    """A value with its standard error, of series `color`; `text` stands beside it."""
+class Bar(NamedTuple):
+    """A value in a row of a chart, with its standard error and the text beside it; `row` is the label of the row."""
 
+    row: str
     value: float
     error: float
     color: int
     text: str = ""
-
-
-class Row(NamedTuple):
-    """One line of a chart of rows. `chance` is the score of guessing, where it is known."""
-
-    label: str
-    intervals: Sequence[Interval]
-    chance: float | None = None
-
-
-class Key(NamedTuple):
-    """One entry of a legend; `style` is that of a series, hollow, or chance."""
-
-    label: str
-    color: int
-    style: str
 
 
 class Figure(NamedTuple):
@@ -81,25 +67,17 @@ class Figure(NamedTuple):
 
     title: str
     drawing: Markup
-    legend: Sequence[Key] = ()
+    legend: Sequence[Series] = ()
     note: str = ""
     values: str = ""
 
 
 def line_figure(
-    title: str,
-    series: Sequence[Series],
-    x: str,
-    y: Axis,
-    t: Language,
-    *,
-    wide: int = WIDE,
-    height: int = 340,
-    marks: Sequence[int] = (),
+    title: str, series: Sequence[Series], x: str, y: Axis, t: Language, *, wide: int = WIDE, marks: Sequence[int] = ()
 ) -> Figure:
     """Lines over a common x axis, later ones on top; values that a logarithmic axis cannot show are left out.
 
-    `wide` and `height` are pixels on a wide page, `marks` the steps at which the run was resumed.
+    `wide` is pixels on a wide page, `marks` the steps at which the run was resumed.
     """
     rows = []
     for number, one in enumerate(series):
@@ -116,42 +94,47 @@ def line_figure(
     domain = [low, max(xs)] if max(xs) > low else [0.0, 1.0]
     scale: Spec = {"type": "log", "nice": False} if y.log else {"zero": False}
     scale |= {"domain": [min(ends) * 0.95, max(ends) * 1.05]} if y.log and ends else {}
-    spec = {"rows": rows, "marks": [{"x": mark} for mark in marks], "height": height, "x": x, "y_axis": y}
+    spec = {
+        "rows": rows,
+        "marks": [{"x": mark} for mark in marks],
+        "height": 340 if wide == WIDE else 220,
+        "x": x,
+        "y_axis": y,
+    }
     drawing = _drawn("line", wide, title, t, domain=domain, y_scale=scale, **spec)
     note = ""
     if any(any(one.ringed) for one in series):
         note = t("Ringed: worse than at an earlier step, by more than chance (McNemar’s test).")
     elif marks and wide == WIDE:
         note = t("Resumed at step {steps}, marked by dashed lines.", steps=t.listed(marks))
-    legend = [Key(one.label, one.color, one.style) for one in series]
     values = [
-        {"label": one.label, "color": one.color, "points": [[at, float(f"{value:.5g}")] for at, value in one.points]}
+        {"label": one.label, "points": [[at, float(f"{value:.5g}")] for at, value in one.points]}
         for one in series
         if one.style != "faint"
     ]
     packed = json.dumps({"x": x, "domain": domain, "series": values}, separators=(",", ":"), ensure_ascii=False)
-    return Figure(title, drawing, legend if len(series) > 1 or series[0].label != title else (), note, packed)
+    return Figure(title, drawing, series if len(series) > 1 or series[0].label != title else (), note, packed)
 
 
 def row_chart(
-    rows: Sequence[Row], x: Axis, label: str, t: Language, *, shares: bool = True, hollow: bool = False
+    bars: Sequence[Bar], guesses: Mapping[str, float], x: Axis, label: str, t: Language, *, shares: bool = True
 ) -> Markup:
-    """One row per task: values under each other, with lines of one standard error each way and their texts.
+    """One row per label: values under each other, with lines of one standard error each way and their texts.
 
-    Labels are unique; `shares` are on an axis from 0 to 1, other values on one from 0 to the largest. The points of the
-    first color can be `hollow`. On a narrow page labels stand above their rows.
+    `guesses` are what guessing gets, by row; `shares` are on an axis from 0 to 1, other values on one from 0 to the
+    largest. On a narrow page labels stand above their rows.
     """
     values: list[Spec] = []
-    for row in rows:
-        for place, one in enumerate(row.intervals):
-            high = min(1.0, one.value + one.error) if shares else one.value + one.error
-            ends = {"low": max(0.0, one.value - one.error), "high": high}
-            values.append({"row": row.label, "place": str(place), "value": one.value, "text": one.text} | ends)
-            values[-1] |= _look(one.color) | {"first": hollow and one.color == 0}
-    guesses = [{"row": row.label, "value": row.chance} for row in rows if row.chance is not None]
+    counts: Counter[str] = Counter()
+    for one in bars:
+        high = min(1.0, one.value + one.error) if shares else one.value + one.error
+        place = {"place": str(counts[one.row]), "low": max(0.0, one.value - one.error), "high": high}
+        values.append({"row": one.row, "value": one.value, "text": one.text} | place | _look(one.color))
+        counts[one.row] += 1
+    marks = [{"row": row, "value": value} for row, value in guesses.items()]
     most = 1.0 if shares else 1.3 * max((value["high"] for value in values), default=1.0) or 1.0  # with room for texts
-    group = (12 if shares else 17) * max((len(row.intervals) for row in rows), default=1)  # pixels
-    return _drawn("rows", WIDE, label, t, values=values, guesses=guesses, most=most, group=group, x_axis=x)
+    group = (12 if shares else 17) * max(counts.values(), default=1)  # pixels
+    return _drawn("rows", WIDE, label, t, values=values, guesses=marks, most=most, group=group, x_axis=x)
 
 
 def _look(color: int) -> Spec:
@@ -248,13 +231,12 @@ def benchmark_figure(training: Training, t: Language) -> Figure | None:
             (point, score) for point in training.points if (score := point.scores.get(task)) and score.value is not None
         ]
         points = [(point.step, score.value or 0.0) for point, score in known]
-        ringed = [any(one.task == task for one in point.worse) for point, _ in known]
+        ringed = [any(one.get("task") == task for one in point.worse) for point, _ in known]
         scored.append(Series(task, points, i, "points", [score.stderr or 0.0 for _, score in known], ringed))
     if not any(len(one.points) > 1 for one in scored):
         return None
     y = Axis(t("score ± one standard error"), ".0%")
-    marks = training.result.resumed_at
-    return line_figure(t("Benchmarks during training"), scored, t("step"), y, t, wide=WIDE, height=240, marks=marks)
+    return line_figure(t("Benchmarks during training"), scored, t("step"), y, t, marks=training.result.resumed_at)
 
 
 def metric_figure(training: Training, metric: str, title: str, y: Axis, t: Language) -> Figure:
@@ -262,11 +244,11 @@ def metric_figure(training: Training, metric: str, title: str, y: Axis, t: Langu
     points = training.curves[metric]
     plain = metric == "learning_rate"
     series = [Series(title, thinned(points))] if plain else _with_smoothed(points, t("each logged step"), t("smoothed"))
-    return line_figure(title, series, t("step"), y, t, wide=HALF, height=200, marks=training.result.resumed_at)
+    return line_figure(title, series, t("step"), y, t, wide=HALF, marks=training.result.resumed_at)
 
 
 def score_figure(evaluations: Mapping[str, Evaluation], t: Language, title: str) -> Figure | None:
-    """The headline metric of every task, models side by side; the base model's points are hollow beside others."""
+    """The headline metric of every task, models side by side."""
     models = list(evaluations)
     tasks: dict[str, dict[str, Score]] = {}  # task -> model -> score
     for model, one in evaluations.items():
@@ -274,18 +256,16 @@ def score_figure(evaluations: Mapping[str, Evaluation], t: Language, title: str)
             tasks.setdefault(score.task, {})[model] = score
     if not tasks:
         return None
-    rows = []
+    bars, guesses = [], {}
     for task, scores in tasks.items():
-        intervals = [Interval(one.value, one.stderr or 0.0, models.index(model)) for model, one in scores.items()]
         in_chat = [model for model, one in scores.items() if one.chat_template]
-        some = f" ({IN_CHAT} {', '.join(in_chat)})" if in_chat else ""
-        label = f"{task} {IN_CHAT}" if len(in_chat) == len(scores) else task + some
-        rows.append(Row(label, intervals, next(iter(scores.values())).chance))
-    hollow = len(models) > 1 and evaluations[models[0]].model == "base"
-    legend = [Key(name, i, "hollow" if hollow and i == 0 else "points") for i, name in enumerate(models)]
-    if any(row.chance is not None for row in rows):
-        legend.append(Key(t("chance"), 0, "chance"))
+        label = f"{task} {IN_CHAT} {', '.join(in_chat)}" if in_chat else task
+        bars += [Bar(label, one.value, one.stderr or 0.0, models.index(model)) for model, one in scores.items()]
+        if (chance := next(iter(scores.values())).chance) is not None:
+            guesses[label] = chance
+    legend = [Series(name, (), i, "points") for i, name in enumerate(models)]
+    legend += [Series(t("chance"), style="chance")] if guesses else []
     axis = Axis(t("score of the task’s headline metric"), ".0%")
-    drawing = row_chart(rows, axis, t("Scores per task with standard errors"), t, hollow=hollow)
+    drawing = row_chart(bars, guesses, axis, t("Scores per task with standard errors"), t)
     note = t("† asked in the chat template: not comparable with scores asked without it.")
-    return Figure(title, drawing, legend, note if any(IN_CHAT in row.label for row in rows) else "")
+    return Figure(title, drawing, legend, note if any(IN_CHAT in one.row for one in bars) else "")

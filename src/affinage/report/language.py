@@ -116,12 +116,6 @@ class Language:
             return (f"{value:.0f}" if value == int(value) else self.number(value)) + (_NARROW + unit if unit else "")
         return f"{self.decimal(value / size, 2 - math.floor(math.log10(abs(rounded) / size)))}{gap}{prefix}{unit}"
 
-    def moment(self, seconds: float | None) -> str:
-        """A short time with three digits: 1.25 s, 84.3 ms."""
-        if seconds is None or not math.isfinite(seconds):
-            return ABSENT
-        return f"{self.number(seconds)}{_NARROW}s" if seconds >= 1 else f"{self.number(1000 * seconds)}{_NARROW}ms"
-
     def duration(self, seconds: float | None) -> str:
         """Seconds in the two largest units that matter: 2 h 05 min in English, 3 j 4 h in French."""
         if seconds is None or not math.isfinite(seconds):

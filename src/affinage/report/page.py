@@ -1,8 +1,12 @@
-"""The pages: facts, messages and charts put into templates. Each page is one file that loads nothing."""
+"""The pages: facts, messages and charts put into templates, each one file that loads nothing; and facts of a card."""
 
 import base64
+import contextlib
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -10,28 +14,35 @@ from typing import Any
 import jinja2
 import yaml
 from markupsafe import Markup
+from pydantic import ValidationError
 
 import affinage
+from affinage.config.data import SourceSettings
+from affinage.config.yaml import brief
 from affinage.data.json_files import write_atomically
+from affinage.data.places import unique
+from affinage.differing import differing
+from affinage.errors import UserError
+from affinage.evaluation.results import Difference, compare, read_answers
+from affinage.hub.folder import CardFacts
 from affinage.report import figures
-from affinage.report.facts import Facts, by_size, changes, collect_facts
+from affinage.report.facts import MODELS, Evaluation, Facts, by_size, changes, collect_facts, read_evaluation
+from affinage.report.figures import TITLES, Figure, Series, line_figure, loss_axis, score_figure, smoothed, thinned
 from affinage.report.language import ABSENT, Language, language_of
-from affinage.results import headline, is_share
+from affinage.results import Size, headline, is_share
 
+_CODE = re.compile("[a-z]{2,3}")  # of a language; source code and languages that are only guessed are written otherwise
+_LEAST = 0.01  # share of the bytes: less of a language may be mistakes of language id
 # Control characters have no place in HTML, and lone surrogates none in UTF-8: a reader should see that one was there.
 _UNSEEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
+_NAMES = ("name", "description", "report")  # settings that change nothing of what is compared
 
 
 def write_report(run_folder: Path, out: Path, language: str | None = None) -> dict[str, Any]:
-    """Write the report of a run as one self-contained HTML file, whole or not at all.
+    """Write the report of a run, `runs/<name>` with a folder per step, as one HTML file, whole or not at all.
 
-    Args:
-        run_folder: `runs/<name>`, with a folder per step; steps that are not there have no section.
-        out: the file.
-        language: "en" or "fr"; None for the one of the recipe.
-
-    Returns:
-        bytes of the file, its language, and what the run made in one line.
+    `language` is "en" or "fr"; None for the one of the recipe. Returns the bytes of the file, its language, and what
+    the run made in one line.
     """
     facts = collect_facts(run_folder)
     t = language_of(language or facts.settings.report.get("language"))
@@ -100,3 +111,194 @@ def _visible(value: Any) -> Any:
 def summary(facts: Facts, language: str, *, timed: bool = True) -> str:
     """What was made, of how much text, and how good it is, in one line of text; `timed`, also in what time on what."""
     return render_template("summary.txt.j2", language_of(language), facts=facts, timed=timed).strip()
+
+
+def card_facts(facts: Facts, license: str | None) -> CardFacts:
+    """What a run adds to the card of its last model, in the language of the report.
+
+    It holds no times: the same model has the same card.
+    """
+    t, data = language_of(facts.settings.report.get("language")), facts.settings.data
+    documents = list(facts.documents.values())
+    by_language: Mapping[str, Size] = next((step.by_language for step in reversed(documents) if step.by_language), {})
+    least = _LEAST * sum(size.bytes or 0 for size in by_language.values())
+    large = [name for name, size in by_language.items() if (size.bytes or 0) >= least]
+    languages = tuple(sorted(name for name in large if _CODE.fullmatch(name) and name != "und"))
+    licenses: dict[str, str] = {}  # that the recipe states, by the names that documents have for their sources
+    for source in data.get("sources") or []:
+        title = str(source.get("name") or "")
+        with contextlib.suppress(ValidationError):  # of a source of another version
+            title = SourceSettings.model_validate(dict(source)).title
+        licenses[unique(title, licenses)] = str(source.get("license") or "")
+    training = {}
+    for one in facts.trainings:
+        for what, count in ((t("steps"), one.result.steps), (t("tokens"), one.result.tokens)):
+            if count is not None:
+                training[t("{step}: {what}", step=t(TITLES[one.name]), what=what)] = count
+    return CardFacts(
+        license=license,
+        tuned=any(one.name in ("sft", "dpo") for one in facts.trainings),
+        language=t.code,
+        summary=summary(facts, t.code, timed=False) if facts.trainings else "",
+        description=facts.settings.description,
+        command=facts.command,
+        languages=languages or tuple(data.get("languages") or ()),
+        sources=[
+            {"name": name, "licence": licenses.get(name, ""), "documents": size.documents, "bytes": size.bytes}
+            for name, size in (by_size(documents[-1].by_source) if documents else ())
+        ],
+        training=training,
+        results={one.model: one.to_dict() for one in facts.evaluations},
+    )
+
+
+# ---- several runs side by side ----
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One of those that are compared."""
+
+    name: str  # as the user called it
+    facts: Facts  # of its run; empty for results without a run
+    results: Path | None = None  # the folder of its answers to benchmarks
+    last: bool = False  # whether it is its run's last training, not the whole run, whose first one has the loss
+
+    @property
+    def is_run(self) -> bool:
+        """Whether more is known of it than its answers."""
+        return bool(self.facts.recipe)
+
+    @cached_property
+    def evaluation(self) -> Evaluation | None:
+        """Its scores; without a folder of answers, those of its run's last model."""
+        if self.results is not None:
+            return read_evaluation(self.name, self.results)
+        return next(reversed(self.facts.evaluations), None)
+
+    @property
+    def bits_per_byte(self) -> dict[str, float]:
+        """Of each validation set, after the run's first training, or the one that is compared."""
+        sets = self.facts.trainings[-self.last].result.validation if self.facts.trainings else {}
+        return {name: one.bits_per_byte for name, one in sets.items() if one.bits_per_byte is not None}
+
+    @property
+    def quantities(self) -> dict[str, Any]:
+        """What a run took and gave, in numbers; what it does not know is left out."""
+        results = [training.result for training in self.facts.trainings]
+        if not results:
+            return {}
+        first, seconds = results[-self.last], sum(result.worked or 0.0 for result in results)
+        known = {
+            "parameters": first.parameters.total,
+            "tokens": sum(result.tokens or 0 for result in results),
+            "flops": sum((result.flops_per_step or 0.0) * (result.steps or 0) for result in results),
+            "devices": str(first.devices),
+            "training_seconds": seconds,
+            "device_hours": seconds * (first.devices.count or 0) / 3600,
+            "seconds": self.facts.seconds,
+            "tokens_per_second": first.tokens_per_second,
+            "mfu": first.mfu,
+            "final_loss": first.final_loss,
+        }
+        return {name: value for name, value in known.items() if value}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several entrants, their settings that differ (key -> the values), and by name the differences from the first."""
+
+    entrants: list[Entrant]
+    settings: dict[str, tuple[Any, ...]]
+    paired: dict[str, list[Difference]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        pairs = [(name, difference) for name, differences in self.paired.items() for difference in differences]
+        return {
+            "runs": [
+                {"name": one.name, "summary": summary(one.facts, "en") if one.is_run else "", **one.quantities}
+                | {"bits_per_byte": one.bits_per_byte, "scores": one.evaluation.to_dict() if one.evaluation else {}}
+                for one in self.entrants
+            ],
+            "settings": [{"key": key, "values": list(values)} for key, values in self.settings.items()],
+            "differences": [{"from": self.entrants[0].name, "to": name} | one.to_dict() for name, one in pairs],
+            "notes": notes([difference for _, difference in pairs], Language("en")),
+        }
+
+
+def comparison(entrants: Sequence[Entrant]) -> Comparison:
+    """Compare several entrants.
+
+    Raises:
+        UserError: nothing can be compared: they are no runs, and have no item of a benchmark in common.
+    """
+    settings = {}
+    if all(one.is_run for one in entrants):
+        settings = differing_settings([one.facts.recipe for one in entrants])
+    first, paired = entrants[0], {}
+    for other in entrants[1:]:
+        if first.results is not None and other.results is not None:
+            try:
+                paired[other.name] = compare(read_answers(first.results), read_answers(other.results))
+            except UserError:
+                if not (first.is_run and other.is_run):  # then there is nothing else to compare
+                    raise
+    if not (settings or paired or any(one.quantities for one in entrants)):
+        what = "there is nothing to compare: no training, no results, the same settings"
+        fix = "Run their recipes, or evaluate each: affinage eval NAME --tasks TASK"
+        raise UserError(what, where=", ".join(one.name for one in entrants), fix=fix)
+    return Comparison(list(entrants), settings, paired)
+
+
+def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    """The settings that are not the same in all recipes, by their keys as `--set` takes them; sections as a whole."""
+    return {key: values for key, values in differing(recipes) if key.split(".")[0] not in _NAMES}
+
+
+def render_comparison(found: Comparison, language: str | None = None) -> str:
+    """The comparison as one self-contained HTML page, in English or French."""
+    t = language_of(language)
+    evaluations = {one.name: one.evaluation for one in found.entrants if one.evaluation}
+    return render_template(
+        "comparison.html.j2",
+        t,
+        found=found,
+        summaries={one.name: summary(one.facts, t.code) if one.is_run else "" for one in found.entrants},
+        brief=brief,
+        losses=[figure for name in MODELS if (figure := _loss_figure(found, name, t))],
+        scores=score_figure(evaluations, t, t("Scores side by side")),
+        notes=notes,
+    )
+
+
+def notes(differences: Sequence[Difference], t: Language) -> list[str]:
+    """What must be known of the differences: that the questions of tasks differ."""
+    tasks = [
+        one.task + " (" + t("items with another prompt or right answer: {count}", count=one.asked_otherwise) + ")"
+        for one in differences
+        if one.asked_otherwise
+    ]
+    listed = ", ".join(dict.fromkeys(tasks))
+    return [t("Differences in these tasks are not of the models alone: {tasks}.", tasks=listed)] if tasks else []
+
+
+def _loss_figure(found: Comparison, name: str, t: Language) -> Figure | None:
+    """The losses of one training in all runs that have it, against tokens."""
+    series = []
+    for place, one in enumerate(found.entrants):
+        training = one.facts.training(name)
+        if training is None or not training.result.tokens or not training.result.steps:
+            continue
+        tokens = training.result.tokens / training.result.steps
+        curve = [(step * tokens, loss) for step, loss in smoothed(training.curves.get("loss", []))]
+        sets = [dict(points) for points in training.validation.values()]
+        steps = sorted(set.intersection(*map(set, sets))) if sets else []
+        means = [(step * tokens, sum(losses[step] for losses in sets) / len(sets)) for step in steps]
+        series.append(Series(one.name, thinned(curve), place, "line"))
+        series.append(Series(t("validation: {name}", name=one.name), thinned(means, 60), place, "points"))
+    series = [one for one in series if one.points]
+    if len({one.color for one in series}) < 2:
+        return None
+    title = t("Loss: {training}", training=t(TITLES[name]))
+    return line_figure(title, series, t("training tokens"), loss_axis(series, name, t), t)
