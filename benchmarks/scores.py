@@ -85,7 +85,9 @@ def monitor(quick: bool) -> Iterator[Result]:
     shorter = ("pretrain.steps=200", "sft.steps=100", "evaluate.limit=20") if quick else ()
     for action in ("log", "stop"):
         every = f"sft.monitor.every_steps={50 if quick else 100}"
-        settings = ("dpo=null", "export=null", f"sft.monitor.on_regression={action}", every, *shorter)
+        steps = ("pretrain.steps=2200", "sft.steps=1000")  # more than the recipe has: more is forgotten
+        stops = f"sft.monitor.on_regression={action}"
+        settings = ("dpo=null", "export=null", stops, every, *steps, *shorter)
         folder = run("quickstart", f"monitor-{action}{'-quick' if quick else ''}", *settings)
         yield from monitored(folder, "sft")
         yield from differences(folder, "pretrain", "sft")

@@ -56,6 +56,7 @@ class Request:
 
     path: str
     token: str | None
+    range: str | None
     apart: bool
 
 
@@ -129,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         authorization = self.headers.get("Authorization")
         self._token = authorization.removeprefix("Bearer ") if authorization else None
-        asked = Request(unquote(self.path), self._token, self.is_apart)
+        asked = Request(unquote(self.path), self._token, self.headers.get("Range"), self.is_apart)
         self.hub.requests.append(asked)
         self._cut = None
         if (fault := self.hub.fails(asked.path)) is not None:

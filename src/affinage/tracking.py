@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import inspect
 import json
+import os
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from uuid import uuid4
 
 from affinage.errors import Preempted, UserError, did_you_mean, first_line
 from affinage.registry import Registry
@@ -50,7 +52,7 @@ class Tracker(Protocol):
 _TRACKERS: Registry[Callable[..., Tracker]] = Registry("tracker")
 # Decorator of a class with the methods of `Tracker`; its options in a recipe are its keyword arguments.
 tracker = _TRACKERS.register
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 
 
 def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[], Tracker]]:
@@ -136,18 +138,20 @@ class Trackers:
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl as trackers show them: train/loss, validation/NAME/loss."""
-    numbers: dict[str, float] = {}
+    numbers = [(path, value) for path, value in flat(row) if isinstance(value, int | float) and path != "step"]
+    return {path if "/" in path else f"train/{path}": float(value) for path, value in numbers}
 
-    def add(path: str, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, Mapping):
-                add(f"{path}{name}/", value)
-            elif isinstance(value, int | float):
-                numbers[f"{path}{name}" if path else f"train/{name}"] = float(value)
 
-    add("", row)
-    del numbers["train/step"]
-    return numbers
+def flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all values inside of nested mappings, each by its keys, separated by slashes."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{path}{name}/")
+        else:
+            yield f"{path}{name}", value
+
+
+# ---- the trackers, each of which imports its library in `start` ----
 
 
 @tracker("tensorboard")
@@ -197,3 +201,52 @@ class _WeightsAndBiases:
 
     def finish(self, ending: Ending) -> None:
         self._run.finish(exit_code=0 if ending == "finished" else 1)
+
+
+@tracker("trackio")
+class _Trackio:
+    """Trackio's database on this machine. The id is the run's name."""
+
+    def __init__(self, project: str = "") -> None:
+        self._project = project
+
+    def start(self, run: TrackedRun) -> str:
+        os.environ["TRACKIO_DIR"] = str(run.runs / "trackio")
+        import trackio
+
+        name, project = run.id or f"{run.name}-{uuid4().hex[:8]}", self._project or run.recipe
+        quiet: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        self._run = trackio.init(project=project, name=name, config=dict(run.facts), resume="allow", **quiet)
+        return name
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, ending: Ending) -> None:
+        self._run.finish()
+
+
+@tracker("mlflow")
+class _Mlflow:
+    """An MLflow run on a server, or in a database on this machine."""
+
+    def __init__(self, uri: str = "", experiment: str = "") -> None:
+        self._uri, self._experiment = uri, experiment
+
+    def start(self, run: TrackedRun) -> str:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its seven take four minutes
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        mlflow.set_tracking_uri(self._uri or f"sqlite:///{run.runs / 'mlflow.db'}")
+        mlflow.set_experiment(self._experiment or run.recipe)
+        info = mlflow.start_run(run_id=run.id or None, run_name=run.name).info
+        if not run.id:
+            mlflow.log_params({name: str(value)[:500] for name, value in flat(run.facts)})
+        return str(info.run_id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def finish(self, ending: Ending) -> None:
+        self._mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending])

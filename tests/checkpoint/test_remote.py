@@ -16,6 +16,7 @@ from affinage.checkpoint.metadata import METADATA
 from affinage.checkpoint.remote import RemoteFolder, Uploader, download_newest, is_inside
 from affinage.checkpoint.store import COMMIT
 from affinage.errors import UserError
+from run_affinage import refused
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=HERE)}}
@@ -251,12 +252,10 @@ def test_the_rules_for_what_stays_hold_there_too(url: str, tmp_path: Path):
 
 
 def test_who_cannot_be_reached_at_the_start_is_named(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(UserError, match="memoryy://x"):
-        Uploader("memoryy://x", tmp_path)
+    refused(Uploader, "memoryy://x", tmp_path, match="memoryy://x")
     fails = lambda *_: (_ for _ in ()).throw(UserError("nobody answers"))  # noqa: E731
     monkeypatch.setattr(RemoteFolder, "write", fails)
-    with pytest.raises(UserError, match="nobody answers"):
-        Uploader(url, tmp_path).start()
+    refused(lambda: Uploader(url, tmp_path).start(), match="nobody answers")
 
 
 def test_names_that_lead_elsewhere_are_not_followed():

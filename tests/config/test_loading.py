@@ -11,6 +11,8 @@ from affinage.config.recipe import Recipe
 from affinage.config.training import SftSettings
 from affinage.errors import UserError
 from affinage.planning.plan import training_settings
+from affinage.secrets import masked
+from run_affinage import refused
 
 GOOD = """\
 name: small
@@ -40,12 +42,6 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
         return Path(name)
 
     return write
-
-
-def refused(recipe: str | Path, *overrides: str) -> UserError:
-    with pytest.raises(UserError) as caught:
-        load_recipe(recipe, overrides)
-    return caught.value
 
 
 ONE, SCHEDULE = "name: small\n", "  schedule:\n    peak_lr: 1e-3\n    min_lr: 1e-4"
@@ -78,7 +74,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("good", "bad", "line", "held"), MISTAKES, ids=[bad.strip() for _, bad, *_ in MISTAKES])
 def test_each_mistake_names_its_line_its_setting_and_its_cure(write: Write, good: str, bad: str, line: int, held: str):
     assert good in GOOD
-    message = str(refused(write(GOOD.replace(good, bad))))
+    message = str(refused(load_recipe, write(GOOD.replace(good, bad))))
     assert f"r.yaml:{line}: " in message
     assert [each for each in held.split(" | ") if each not in message] == [], message
     assert "mistakes" not in message, "it is one, not several"
@@ -90,11 +86,11 @@ def test_what_is_no_recipe_is_refused_by_one_message(write: Write, tmp_path: Pat
     texts = ["- a\n", "", "quickstart", "\0", "note: " + "x" * 10**7]
     written = [write(text, f"{number}.yaml") for number, text in enumerate(texts)]
     for name in (*written, "binary.yaml", "folder.yaml", "none.yaml", "no/such/recipe", "x" * 5000):
-        assert refused(name).what.strip() and len(str(refused(name))) < 12_000, name
-    assert refused("none.yaml").fix and "bytes" in refused("4.yaml").what
+        assert refused(load_recipe, name).what.strip() and len(str(refused(load_recipe, name))) < 12_000, name
+    assert refused(load_recipe, "none.yaml").fix and "bytes" in refused(load_recipe, "4.yaml").what
     write("base: b.yaml\n", "a.yaml")
-    assert "b.yaml -> a.yaml -> b.yaml" in str(refused(write("base: a.yaml\n", "b.yaml")))
-    assert "`quickstart`" in refused("quickstrat").fix
+    assert "b.yaml -> a.yaml -> b.yaml" in str(refused(load_recipe, write("base: a.yaml\n", "b.yaml")))
+    assert "`quickstart`" in refused(load_recipe, "quickstrat").fix
 
 
 def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_path: Path):
@@ -112,7 +108,7 @@ def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_p
 
 def test_all_mistakes_are_told_at_once(write: Write):
     bad = GOOD.replace("batch_size: 8", "batch_size: x").replace("threshold", "treshold").replace("small", "3.5")
-    lines = [line for line in str(refused(write(bad))).splitlines() if line.startswith("r.yaml:")]
+    lines = [line for line in str(refused(load_recipe, write(bad))).splitlines() if line.startswith("r.yaml:")]
     assert {line.split(":")[1] for line in lines} == {"1", "8", "11"}
 
 
@@ -130,7 +126,7 @@ OVERRIDES = [
 
 @pytest.mark.parametrize(("override", "held"), OVERRIDES, ids=[override for override, _ in OVERRIDES])
 def test_a_wrong_override_names_its_place_and_its_cure(write: Write, override: str, held: str):
-    message = f"{refused(write(GOOD), override)}\n"
+    message = f"{refused(load_recipe, write(GOOD), [override])}\n"
     assert [each for each in held.split(" | ") if each not in message] == [], message
     assert "mistakes" not in message, "it is one, not several"
 
@@ -169,12 +165,12 @@ def test_a_base_is_merged_and_null_takes_away(write: Write):
     assert load_recipe(child, ["pretrain=null"]).recipe.pretrain is None
     assert load_recipe(child, ["pretrain.optimizer.max_grad_norm=null"]).recipe.pretrain.optimizer.max_grad_norm is None
     write(GOOD.replace("batch_size: 8", "batch_size: no"), "base.yaml")
-    assert refused(child).where == "base.yaml:11"
+    assert refused(load_recipe, child).where == "base.yaml:11"
     # The description of a base is not that of another recipe, and a mistake is not where null removed what it wrote.
     mine = load_recipe(write("base: quickstart\nname: mine\ndata: {sources: [mine/]}\n")).recipe
     assert not mine.description and mine.report.prompts
     write("base: quickstart\nname: none\nsft: null\n", "none.yaml")
-    assert refused(write("base: none.yaml\nname: tuned\nsft: {steps: 10}\n")).where == "r.yaml:3"
+    assert refused(load_recipe, write("base: none.yaml\nname: tuned\nsft: {steps: 10}\n")).where == "r.yaml:3"
 
 
 def test_a_colon_without_a_space_makes_no_key_that_null_removes(write: Write):
@@ -182,7 +178,7 @@ def test_a_colon_without_a_space_makes_no_key_that_null_removes(write: Write):
         (write(GOOD), ["mesh={data:1, fsdp: 1}"], "--set mesh"),
         (write(GOOD + "mesh: {data:1}\n", "s.yaml"), [], "s.yaml:15"),
     ]:
-        error = refused(path, *overrides)
+        error = refused(load_recipe, path, overrides)
         assert error.where == where and "`data:1`" in error.what and "space" in error.fix
 
 
@@ -195,7 +191,7 @@ def test_what_training_says_is_said_for_every_training(write: Write):
     assert (sft.batch_size, sft.per_device_batch_size) == (None, 2)
     assert (sft.optimizer.b2, sft.optimizer.weight_decay) == (0.8, 0.01)
     assert loaded.locate(("pretrain", "batch_size")) == "r.yaml:16"
-    wrong = str(refused(path, "training.batchsize=4"))
+    wrong = str(refused(load_recipe, path, ["training.batchsize=4"]))
     assert wrong.startswith("--set training.batchsize: ") and "batch_size`" in wrong and "mistakes" not in wrong
 
 
@@ -208,9 +204,9 @@ def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
     devices = load_recipe(child, ["pretrain.per_device_batch_size=2", "pretrain.steps=5"]).recipe
     assert devices.pretrain.batch_size is None and devices.pretrain_tokens is None
     assert load_recipe(child, ["pretrain.schedule.warmup_steps=3"]).recipe.pretrain.schedule.warmup_ratio == 0
-    assert "`batch_size`" in str(refused(child, "pretrain.per_device_batch_size=2"))
+    assert "`batch_size`" in str(refused(load_recipe, child, ["pretrain.per_device_batch_size=2"]))
     both = GOOD.replace("steps: 1_000", "steps: 1_000\n  tokens: 1e6")
-    assert "either `steps` or `tokens`" in str(refused(write(both, "both.yaml")))
+    assert "either `steps` or `tokens`" in str(refused(load_recipe, write(both, "both.yaml")))
 
 
 def test_the_settings_in_effect_are_a_recipe_too_and_a_command_runs_it_again(write: Write, tmp_path: Path):
@@ -253,3 +249,44 @@ def test_what_is_not_said_is_as_in_julians_recipe():
     assert given.optimizer.model_copy(update=moments) == published.sft.optimizer
     shorter = {"name": "chat", "model": published.model, "sft": LEAST, "packing": {"seq_len": 512}}
     assert training_settings(Recipe.model_validate(shorter))[::2] == ("sft", 512), "as in pretraining"
+
+
+# ---- secrets
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("cannot read https://ada:lovelace@host.org/x.parquet", "cannot read https://***@host.org/x.parquet"),
+        ("GET https://b.org/f?X-Amz-Signature=0a1b&part=2", "GET https://b.org/f?X-Amz-Signature=***&part=2"),
+        ("no access with hf_abcdefghijklmnopqrstuvwxyz", "no access with ***"),
+        ("401 {'Authorization': 'Bearer abcdefgh'}", "401 {'Authorization': 'Bearer ***'}"),
+        ("the key of the map, tokens=3 and s3://bucket/key/x", "the key of the map, tokens=3 and s3://bucket/key/x"),
+    ],
+)
+def test_what_is_a_secret_is_masked_and_nothing_else(said: str, wanted: str):
+    assert masked(said) == wanted == str(UserError(said))
+
+
+def test_values_of_the_environment_are_masked_wherever_they_stand(monkeypatch: pytest.MonkeyPatch):
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, f"of {name.lower()}")
+        assert masked(f"<of {name.lower()}>") == "<***>"
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/home/ada/key.json")  # a file, whose name is none
+    assert masked("/home/ada/key.json is not there") == "/home/ada/key.json is not there"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.sources=['https://b.org/f.parquet?token=0a1b']",
+        "data.sources=[{path: 'http://0a1b@127.0.0.1:8899/x.jsonl'}]",
+        "runtime.trackers.mlflow={uri: 'http://u:p0a1b@127.0.0.1:5000'}",
+        "description=hf_abcdefghijklmnopqrstuvwxyz",
+    ],
+)
+def test_a_recipe_with_a_secret_is_refused_without_repeating_it(override: str):
+    mistake = refused(load_recipe, "quickstart", [override])
+    message = str(mistake)
+    assert message.startswith(f"--set {override.partition('=')[0]}") and mistake.fix
+    assert not [secret for secret in ("0a1b", "hf_abc") if secret in message]

@@ -93,9 +93,8 @@ BAD = [
 def test_a_bad_line_is_refused_by_number(tmp_path: Path, line: str):
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps({"messages": TALK}) + "\n\n" + line + "\n")
-    with pytest.raises(UserError) as error:
-        list(read(path))
-    assert error.value.where == f"{path}:3" and "line 1" not in str(error.value)
+    error = refused(lambda: list(read(path)))
+    assert error.where == f"{path}:3" and "line 1" not in str(error)
 
 
 @pytest.mark.parametrize("name", ["none*.jsonl", "a.jsonl.gz", "b.jsonl", "c"])
@@ -103,9 +102,7 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path, name: str):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json.dumps({"messages": TALK}).encode() * 100)[:-20])
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     (tmp_path / "c").mkdir()
-    with pytest.raises(UserError) as error:
-        list(read(tmp_path / name))
-    assert name in error.value.where
+    assert name in refused(lambda: list(read(tmp_path / name))).where
 
 
 PAIRS = [

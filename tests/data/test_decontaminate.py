@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
@@ -28,7 +27,7 @@ from affinage.data.decontaminate import (
     write_items,
 )
 from affinage.data.special_tokens import BOS, EOS, PAD
-from affinage.errors import UserError
+from run_affinage import refused
 from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
 from token_rows import write_tokens
@@ -129,8 +128,7 @@ def test_items_from_files(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{}\nno json\n")
     (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n")
     for name in ("bad.jsonl", "deep.jsonl", "none.txt", "x.csv"):
-        with pytest.raises(UserError, match=name):
-            list(read_items(str(tmp_path / name)))
+        refused(list, read_items(str(tmp_path / name)), match=name)
 
 
 PLACES = "the capital of France is Paris and its river the Seine runs through nineteen bridges to the sea".split()

@@ -1,15 +1,21 @@
-"""Downloads go on where they stopped, are checked, and say clearly what is wrong."""
+"""Downloads go on where they stopped and are checked; datasets of Hugging Face's library; what is wrong is said."""
 
 import json
+from functools import partial
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import hub_server
-from affinage.data import executor
+from affinage.config.data import SourceSettings
+from affinage.data import executor, hub_datasets
 from affinage.data.files import CACHE_VARIABLE, cached, cached_path
-from affinage.errors import UserError
+from affinage.data.hub_datasets import at_commit
+from affinage.data.places import limit_requests
 from hub_server import Fault
-from source_forms import collected
+from run_affinage import refused
+from source_forms import collected, write_lines
 
 CONTENT = b"".join(json.dumps({"text": f"line {i} of many {i * 7919}"}).encode() + b"\n" for i in range(3_000))
 
@@ -31,16 +37,10 @@ def url_of(server) -> str:
     return f"{server.address}/me/files/resolve/main/lines.jsonl"
 
 
-def refused(url: str) -> UserError:
-    with pytest.raises(UserError) as error:
-        cached(url)
-    return error.value
-
-
 def breaks_off(server) -> None:
     """The first answer, after some bytes, and then every one at once."""
     server.faults[:] = [Fault("lines", cut=50_000), Fault("lines", cut=0, times=99)]
-    error = refused(url_of(server))
+    error = refused(cached, url_of(server))
     assert url_of(server) in str(error) and "Run the same command again" in error.fix
     assert not cached_path(url_of(server)).exists(), "a file that ended early is never taken for whole"
     server.faults.clear()
@@ -69,13 +69,103 @@ def test_a_file_that_changed_in_between_is_fetched_whole(server, content):
 @pytest.mark.parametrize("status", [404, 403, 416, 503])
 def test_what_the_server_refuses(server, status, tmp_path):
     server.faults[:] = [Fault("lines", status, times=99)]
-    error = refused(url_of(server))
+    error = refused(cached, url_of(server))
     assert url_of(server) in str(error) and error.fix
-    with pytest.raises(UserError, match=r"cannot reach .*lines.jsonl"):
-        collected(tmp_path / "one", url_of(server))
+    refused(collected, tmp_path / "one", url_of(server), match=r"cannot reach .*lines.jsonl")
 
 
 def test_a_recipe_reads_a_web_address_the_second_time_from_the_cache(server, tmp_path):
     _, rows = collected(tmp_path / "one", url_of(server))
     server.faults[:] = [Fault("lines", 503, times=99)]
     assert collected(tmp_path / "two", url_of(server))[1] == rows and len(rows) == 3_000
+
+
+# ---- datasets of Hugging Face's library
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """A dataset of three Parquet files in several row groups."""
+    folder = tmp_path / "tables"
+    (folder / "data").mkdir(parents=True)
+    for file in range(3):
+        rows = range(40)
+        columns = {
+            "text": [f"text {file}-{row} of the dataset" for row in rows],
+            "url": [f"https://a.example/{file}/{row}" for row in rows],
+            "lang": ["fr" if row % 4 == 0 else "en" for row in rows],
+            "other": [[1.0, 2.0]] * len(rows),
+        }
+        pq.write_table(pa.table(columns), folder / "data" / f"train-{file:05d}-of-00003.parquet", row_group_size=7)
+    return folder
+
+
+EXPECTED = [f"text {file}-{row} of the dataset" for file in range(3) for row in range(40)]
+
+
+def test_a_folder_of_parquet(tables, tmp_path):
+    summary, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "tables", "license": "odc-by"})
+    assert [row["text"] for row in rows] == EXPECTED and summary["documents_out"] == 120
+    facts = {"source": "tables", "language": "en?", "license": "odc-by", "text": EXPECTED[41]}
+    facts |= {"language_score": None}
+    assert rows[41] == facts | {"id": "tables/1-of-3#2", "url": "https://a.example/1/1"}
+
+
+def test_a_folder_of_json_lines(tmp_path):
+    write_lines(tmp_path / "lines" / "train.jsonl", [{"body": f"line {i}", "id": i} for i in range(9)])
+    _, rows = collected(tmp_path / "one", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
+    assert [(row["id"], row["text"]) for row in rows] == [(str(i), f"line {i}") for i in range(9)]
+
+
+def test_what_is_not_in_a_dataset_is_refused(tables, tmp_path):
+    for source, named in (
+        ({"dataset": str(tables), "text_key": "body"}, ("'body'", "text, url, lang, other")),
+        ({"dataset": str(tables), "split": "dev"}, ("dev", "train")),
+        ({"dataset": str(tmp_path / "nowhere")}, ("nowhere",)),
+    ):
+        error = refused(collected, tmp_path / "out", source)
+        assert error.where == "data.sources[0]" and all(words in error.what for words in named)
+        assert "text_key" not in source or "text_key: COLUMN" in error.fix
+
+
+def test_presets():
+    stack = SourceSettings(preset="the-stack")
+    assert (stack.dataset, stack.kind, stack.text_key) == ("bigcode/the-stack-dedup", "code", "content")
+    mine = SourceSettings(preset="fineweb-edu", dataset="me/mine", split="dev")
+    assert (mine.dataset, mine.config, mine.split, mine.license) == ("me/mine", "", "dev", "odc-by")
+    assert SourceSettings(**mine.model_dump()) == mine, "settings that are written down are read back"
+    for wrong in ({"preset": "nonsense"}, {"preset": "wikipedia"}, {}):
+        with pytest.raises(ValueError):
+            SourceSettings(**wrong)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub with one dataset, that this process takes for the Hub."""
+    with hub_server.serving() as hub:
+        hub.commit("datasets/some/data", {"a.jsonl": b"{}"})
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        for module in ("constants", "hf_api.constants"):
+            monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", hub.address)
+        yield hub
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "fix"),
+    [
+        (Fault("auth-check", silence=60), "timed out", "data.mirror"),
+        (Fault("api/datasets", cut=0, times=9), "cannot be reached", "data.mirror"),
+        (Fault("api/datasets", 503, times=9), "503", "again"),
+        (Fault("api/datasets", 404, {"X-Error-Code": "RepoNotFound"}), "does not give", "hf auth login"),
+        (Fault("auth-check", 403, {"X-Error-Code": "GatedRepo"}), "gated", "datasets/some/data, then log in"),
+        (Fault("api/datasets", 404, {"X-Error-Code": "RevisionNotFound"}), "at revision 'v2'", "datasets/some/data"),
+        (Fault("api/datasets", 401), "401", "HF_TOKEN"),
+    ],
+    ids=["silent", "cut", "busy", "unknown", "gated", "revision", "no-token"],
+)
+def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix, monkeypatch):
+    hub.faults[:] = [fault]
+    monkeypatch.setattr(hub_datasets, "limit_requests", partial(limit_requests, 0.5))
+    settings = SourceSettings(dataset="some/data", revision="v2" if "revision" in words else "")
+    error = refused(at_commit, settings, "data.sources[0]")
+    assert words in error.what and error.where == "data.sources[0]" and fix in error.fix

@@ -19,6 +19,7 @@ from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
 from affinage.data.split import split
 from affinage.errors import TransientError, UserError
+from run_affinage import refused
 from source_forms import write_lines
 
 
@@ -50,14 +51,12 @@ def test_results_come_in_order_and_mistakes_as_they_are(executor):
         shift = np.arange(3)  # a closure, as some tasks are
         moved = each.map(lambda k, by=shift: by + k, [1, 2], threads=True)
         assert [result.tolist() for result in moved] == [[1, 2, 3], [2, 3, 4]]
-        with pytest.raises(UserError) as refused:
-            each.map(squared, [1, -1])
-        assert (refused.value.where, refused.value.fix) == ("here", "leave it")
+        mistake = refused(each.map, squared, [1, -1])
+        assert (mistake.where, mistake.fix) == ("here", "leave it")
 
 
 def test_complete_tasks_are_skipped_and_those_that_changed_are_not(tmp_path):
-    with pytest.raises(UserError):
-        Executor(1).map(squared, [2, 3, -1, 4], tmp_path)
+    refused(lambda: Executor(1).map(squared, [2, 3, -1, 4], tmp_path))
     assert len(list(tmp_path.glob("completions/*.json"))) == 2
     seen = []
 

@@ -15,6 +15,7 @@ from affinage.data.filters import filter_documents, identify_language, known_lan
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.data.tokenize import tokenize
 from affinage.errors import UserError
+from run_affinage import refused
 from source_forms import collected, prose, rows_of, write_documents
 
 ENGLISH = "The committee met on Thursday to discuss how the harbour should be rebuilt before the winter storms arrive."
@@ -80,9 +81,8 @@ def test_what_a_source_declares_must_be_found_and_what_a_record_claims_is_not_be
 
 
 def test_mistakes_are_one_message(tmp_path):
-    with pytest.raises(UserError) as error:
-        run(tmp_path / "nothing", ["short", "tiny"])
-    assert "2 are too short" in error.value.what and "d0 of s: 5 characters" in error.value.what
+    error = refused(run, tmp_path / "nothing", ["short", "tiny"])
+    assert "2 are too short" in error.what and "d0 of s: 5 characters" in error.what
 
 
 def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch):
@@ -100,9 +100,8 @@ def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="GopherRepetitionFilter"):
         FilterSettings(datatrove={"ParquetWriter": {}})
     monkeypatch.setitem(sys.modules, "datatrove.pipeline.filters", None)
-    with pytest.raises(UserError) as error:
-        run(tmp_path / "missing", documents, FilterSettings(datatrove=filters))
-    assert "affinage[filters]" in error.value.fix and error.value.where == "data.filters.datatrove"
+    error = refused(lambda: run(tmp_path / "missing", documents, FilterSettings(datatrove=filters)))
+    assert "affinage[filters]" in error.fix and error.where == "data.filters.datatrove"
 
 
 def test_addresses_are_replaced_before_anything_else_sees_them(tmp_path):

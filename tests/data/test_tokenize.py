@@ -18,7 +18,8 @@ from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import TokenShards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
-from affinage.errors import UserError, UserWarned
+from affinage.errors import UserWarned
+from run_affinage import refused
 from source_forms import write_documents
 from tiny_corpus import write_split
 
@@ -201,8 +202,7 @@ def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(tmp_
 
 def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path: Path):
     settings = PackingSettings(seq_len=CONTEXT)
-    with pytest.raises(UserError):
-        tokenize(split_of(tmp_path / "empty", "", "x"), bpe, tmp_path / "none", settings, seed=0)
+    refused(lambda: tokenize(split_of(tmp_path / "empty", "", "x"), bpe, tmp_path / "none", settings, seed=0))
     tokenize(split_of(tmp_path / "split", "the river " * 99, "x"), bpe, tmp_path / "rows", settings, seed=0)
     shard = tmp_path / "rows/train/s.und/tokens-00000-of-00001.npy"
     content = shard.read_bytes()
@@ -210,7 +210,6 @@ def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path:
     for damage in (lambda: shard.write_bytes(content[:-100]), lambda: np.save(shard, other)):
         TokenShards(shard.parent)
         damage()
-        with pytest.raises(UserError) as error:
-            TokenShards(shard.parent)
-        assert error.value.where == str(shard.parent) and error.value.fix
+        error = refused(TokenShards, shard.parent)
+        assert error.where == str(shard.parent) and error.fix
         shard.write_bytes(content)

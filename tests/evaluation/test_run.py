@@ -10,13 +10,13 @@ from lm_eval.api.instance import Instance
 
 import choice_task
 from affinage.data.decontaminate import Contamination
-from affinage.errors import UserError
 from affinage.evaluation.harness import cached
 from affinage.evaluation.results import RESULTS, compare, contamination_of, fingerprint, read_answers, write_results
 from affinage.evaluation.run import JaxLM, evaluate
 from affinage.results import read_json
 from benchmark_fixtures import write_items
 from choice_task import sums, write_task
+from run_affinage import refused
 from tiny_models import tiny_llama
 
 ITEMS = [{"question": f"{n} plus {n} is", "choices": ["one", "two", "three"], "right": n % 3} for n in range(7)]
@@ -103,9 +103,8 @@ def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_quest
     templated, told, within = asked("always", apply_chat_template=True)
     assert templated == f"<s><|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n" and told
     assert {each.task for each in compare(without, within) if each.asked_otherwise} == {"piqa"}
-    with pytest.raises(UserError) as refused:
-        evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", apply_chat_template=True)
-    assert refused.value.where == "evaluate.apply_chat_template" and refused.value.fix
+    mistake = refused(lambda: evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", apply_chat_template=True))
+    assert mistake.where == "evaluate.apply_chat_template" and mistake.fix
 
 
 @pytest.mark.parametrize(("said", "asked", "shots"), [(None, 2, 2), (2, 0, 0)])

@@ -27,6 +27,7 @@ from affinage.evaluation.tasks import (
 )
 from benchmark_fixtures import ITEMS, write_items
 from choice_task import write_task
+from run_affinage import refused
 
 TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "one.jsonl"}}}
 
@@ -55,9 +56,8 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
     path.write_bytes(gzip.compress(json.dumps({"n": 1}).encode() + b"\n\n"))
     assert read_json_lines(data_files={"test": [str(path)]})["test"]["n"] == [1]
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n\n{"a" 2}\n')
-    with pytest.raises(UserError, match="delimiter") as refused:
-        read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]})
-    assert refused.value.where == f"{tmp_path / 'bad.jsonl'}:3"
+    mistake = refused(lambda: read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]}), match="delimiter")
+    assert mistake.where == f"{tmp_path / 'bad.jsonl'}:3"
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,14 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
 def test_a_task_file_that_cannot_be_used_is_refused_at_its_place(tmp_path, content, named):
     if content is not None:
         write(tmp_path, "one.yaml", content)
-    with pytest.raises(UserError) as refused:
-        find_tasks([str(tmp_path / "one.yaml")])
-    assert "one.yaml" in f"{refused.value.where} {refused.value.what}" and named in str(refused.value)
+    mistake = refused(lambda: find_tasks([str(tmp_path / "one.yaml")]))
+    assert "one.yaml" in f"{mistake.where} {mistake.what}" and named in str(mistake)
 
 
 def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path: Path):
     (tmp_path / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'sprung')!r}).touch()")
     (tmp_path / "t.yaml").write_text("task: t\ndataset_path: json\nprocess_docs: !function evil.run\n")
-    with pytest.raises(UserError):
-        find_tasks([str(tmp_path / "t.yaml")])
+    refused(lambda: find_tasks([str(tmp_path / "t.yaml")]))
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(jinja2.sandbox.SecurityError):
         utils.apply_template(escape, {})
@@ -107,10 +105,10 @@ def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
     """The message for a task of these items and settings."""
     folder.mkdir(exist_ok=True)
     write_task(folder, "mine", items, **settings)
-    with pytest.raises(UserError) as refused, quiet():
+    with pytest.raises(UserError) as mistake, quiet():
         load_tasks(find_tasks([str(folder / "mine.yaml")])[0], num_fewshot)
-    assert refused.value.what and refused.value.where and refused.value.fix
-    return refused.value
+    assert mistake.value.what and mistake.value.where and mistake.value.fix
+    return mistake.value
 
 
 @pytest.mark.parametrize(
@@ -190,9 +188,8 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
 @pytest.mark.full  # each reads 13,000 files
 def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
     check_names(["julian", "hellaswag"], where="--tasks")
-    with pytest.raises(UserError) as refused:
-        check_names([name], where="--tasks")
-    assert nearest in refused.value.fix and refused.value.fix and refused.value.where == "--tasks"
+    mistake = refused(check_names, [name], where="--tasks")
+    assert nearest in mistake.fix and mistake.fix and mistake.where == "--tasks"
 
 
 # ---- named benchmarks over local files
@@ -242,19 +239,15 @@ def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
 
 def test_a_folder_without_the_items_or_with_a_row_of_another_form_is_refused(tmp_path):
     for task, named in (("arc_easy", "arc_easy"), ("french", "french"), ("quickstart", "pocket world")):
-        with pytest.raises(UserError, match=named) as refused:
-            find_tasks([task], tmp_path)
-        assert refused.value.fix or refused.value.where
+        mistake = refused(find_tasks, [task], tmp_path, match=named)
+        assert mistake.fix or mistake.where
     (tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
     (config,) = find_tasks(["belebele_fra_Latn"], tmp_path)[0]
-    with pytest.raises(UserError, match=r"row 1 .* belebele_fra_Latn"):
-        load_tasks([config])
+    refused(load_tasks, [config], match=r"row 1 .* belebele_fra_Latn")
 
 
 def test_a_missing_network_is_told_once_and_soon(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9") as refused:
-        list(benchmark_items(["piqa"]))
-    assert "--data-dir" in refused.value.fix
+    assert "--data-dir" in refused(lambda: list(benchmark_items(["piqa"])), match=r"http://127\.0\.0\.1:9").fix

@@ -1,13 +1,11 @@
 """The conversation in the terminal, without a terminal."""
 
-import pytest
-
 from affinage.data.chat import encode_prompt
-from affinage.errors import UserError
 from affinage.generation import chat
 from affinage.generation.chat import HELP, ChatSession, converse
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
+from run_affinage import refused
 from tiny_models import tiny_llama
 
 
@@ -55,8 +53,7 @@ def test_the_oldest_exchanges_give_way_and_what_never_fits_is_refused(monkeypatc
     said = [one["content"] for one in session.messages if one["role"] == "user"]
     assert said == [f"number {number}" for number in range(8)]
     before = list(session.messages)
-    with pytest.raises(UserError, match="tokens"):
-        list(session.reply("long " * 200))
+    refused(lambda: list(session.reply("long " * 200)), match="tokens")
     assert session.messages == before
 
 

@@ -19,10 +19,10 @@ from affinage.data.chat import encode_conversation, encode_prompt
 from affinage.data.special_tokens import BOS, CONTROL_PIECES, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer
-from affinage.errors import UserError
 from affinage.hub.folder import CardFacts, export, model_card, read_hub_folder, write_hf_tokenizer
 from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
 from affinage.model.graph import parameters
+from run_affinage import refused
 from tiny_corpus import TRICKY, write_split
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 
@@ -77,9 +77,7 @@ def test_narrower_weights_in_several_files_verify_against_the_rounded_model(tmp_
 
 def test_a_comparison_with_llama_cpp_names_what_is_missing(exported, tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
-    with pytest.raises(UserError) as caught:
-        verify_gguf(exported[1], exported[0], TEXTS)
-    assert "LLAMA_CPP" in caught.value.fix
+    assert "LLAMA_CPP" in refused(lambda: verify_gguf(exported[1], exported[0], TEXTS)).fix
 
 
 @pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="needs a checkout of llama.cpp, and llama-cpp-python")
@@ -102,12 +100,10 @@ def test_a_changed_weight_or_token_does_not_verify(exported, tmp_path):
     tensors = dict(load_file(broken / "model.safetensors"))
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.float32(1.01)
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="logits"):
-        verify(broken, model, TEXTS)
+    refused(verify, broken, model, TEXTS, match="logits")
     kind = type(model.tokenizer)
     shifted = type("Shifted", (kind,), {"encode": lambda self, text: [token + 1 for token in kind.encode(self, text)]})
-    with pytest.raises(UserError, match="token 0"):
-        verify(folder, replace(model, tokenizer=shifted(model.tokenizer.folder)), TEXTS)
+    refused(lambda: verify(folder, replace(model, tokenizer=shifted(model.tokenizer.folder)), TEXTS), match="token 0")
 
 
 def test_the_same_model_gives_the_same_bytes_and_replaces_what_was_there(exported, tmp_path):

@@ -19,9 +19,9 @@ import pytest
 
 import hub_server
 from affinage.data.documents import read_documents
-from affinage.errors import UserError
 from affinage.hub.folder import CardFacts, export, local_copy
 from hub_server import Fault, Hub
+from run_affinage import refused
 from tiny_models import tiny_llama
 
 FULL = pytest.mark.full
@@ -202,6 +202,4 @@ def test_a_model_comes_over_a_connection_that_breaks(hub, machine, model):
 
 def test_without_a_network_it_is_said_what_to_do():
     for missing in ("me/there-is-no-such-model", "./nowhere"):
-        with pytest.raises(UserError, match=missing) as caught:
-            local_copy(missing)
-        assert caught.value.fix
+        assert refused(local_copy, missing, match=missing).fix

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from affinage.errors import UserError
 from affinage.model import ApplyConfig
 from affinage.model.layers.attention import choose, xla_attention
 from affinage.model.layers.block import RopeSettings, rotate
 from affinage.model.layers.kernels import cudnn_attention, splash_attention, splash_on_parts
 from affinage.parallel import MeshLayout, make_mesh
+from run_affinage import refused
 
 LENGTH = 150  # more than one block of a kernel, and no whole number of them
 SEGMENTS = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([3, 87, 60], [128, 1, 21])]), jnp.int32)
@@ -141,9 +141,7 @@ def test_auto_takes_what_can(change, wanted):
     ids=str,
 )
 def test_a_named_one_refuses_what_it_cannot_honor(name, change, what):
-    with pytest.raises(UserError, match=what) as refused:
-        chosen(name, **change)
-    assert "xla" in refused.value.fix
+    assert "xla" in refused(lambda: chosen(name, **change), match=what).fix
 
 
 @pytest.mark.parametrize(("documents", "by_offsets"), [("packed", True), ("packed", False), ("one", True)])

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import tiny_graphs
-from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, parse
 from affinage.model.graph import analyze
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "byol"))
 
 import byol
+
+from run_affinage import refused
 
 NODES = {
     "views": {"kind": "augment", "in": "images", "shift": 1, "rotate": 10, "noise": 0.1, "erase": 0.3},
@@ -63,8 +64,7 @@ def test_the_target_has_no_gradient_and_no_operations_of_a_backward_pass():
 
 @pytest.mark.parametrize("inputs", [{"images": 8}, {"tokens": [4]}], ids=str)
 def test_inputs_without_the_size_of_one_row_are_refused(inputs):
-    with pytest.raises(UserError, match="size of one row"):
-        parse({"inputs": inputs, "nodes": NODES})
+    refused(parse, {"inputs": inputs, "nodes": NODES}, match="size of one row")
 
 
 @pytest.mark.full

@@ -10,10 +10,10 @@ from pydantic import Field
 
 import tiny_graphs
 from affinage.config.training import LoraSettings
-from affinage.errors import UserError
 from affinage.model import Adapters, ApplyConfig, apply, logical_axes, parse
 from affinage.model.forward import for_decoding
 from affinage.model.layer import LAYERS, Layer, ParamSpec, expect_sequence, register_layer, sequence_of
+from run_affinage import refused
 
 
 def lined(path):
@@ -64,10 +64,9 @@ MIXTURE = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24}
     ids=str,
 )
 def test_a_mistake_is_told_with_its_line_and_what_to_do(changes, where, named):
-    with pytest.raises(UserError) as caught:
-        parse(changed(*changes), lined)
-    assert caught.value.where.endswith(where)
-    assert named in str(caught.value)
+    caught = refused(lambda: parse(changed(*changes), lined))
+    assert caught.where.endswith(where)
+    assert named in str(caught)
 
 
 @pytest.mark.parametrize("model", [tiny_graphs.llama(tied=True, scan=True), tiny_graphs.gpt2()], ids=["llama", "gpt2"])
@@ -112,8 +111,7 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
         merged = adapters.merged(params, tiny_graphs.random_params(adapters))
         assert jax.tree.structure(merged) == jax.tree.structure(params)
         mixed["start"] = 2
-        with pytest.raises(UserError, match="less than or equal to 1"):
-            parse(model)
+        refused(parse, model, match="less than or equal to 1")
         with pytest.raises(ValueError, match="already registered"):
             register_layer("test_gate")(type("Another", (Layer,), {}))
     finally:

@@ -5,6 +5,7 @@ import pytest
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
+from run_affinage import refused
 
 RECIPE = """\
 name: small
@@ -36,9 +37,7 @@ def ahead(tmp_path, monkeypatch):
     (tmp_path / "exam.pdf").write_text("no items")
 
     def ahead(*overrides: str, stages=frozenset({"ingest", "filter", "decontaminate", "tokenize"})) -> UserError:
-        with pytest.raises(UserError) as caught:
-            check(load_recipe("r.yaml", overrides), stages)
-        return caught.value
+        return refused(lambda: check(load_recipe("r.yaml", overrides), stages))
 
     return ahead
 

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 
 from affinage.config.load import load_recipe
-from affinage.errors import UserError
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.pipeline.step import Step, StepContext
 from affinage.pipeline.store import Request, Store, read_manifest, read_request
 from affinage.results import RESULT, read_json
-from run_affinage import run
+from run_affinage import refused, run
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 REQUEST = Request("filter", 1, {"data": {"filters": {"min_characters": 3}}}, {"ingest": "abc"}, {"a.txt": "1"})
@@ -212,9 +211,8 @@ def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start):
 def test_another_run_goes_on_beside_one_and_a_second_start_of_the_same_is_refused(start):
     first = start("a", "own")
     assert list(runner("b").run(ProgressListener())) == ["own"]
-    with pytest.raises(UserError) as refused:
-        runner("a").run(ProgressListener())
-    assert "runs/a" in str(refused.value) and refused.value.fix
+    mistake = refused(lambda: runner("a").run(ProgressListener()))
+    assert "runs/a" in str(mistake) and mistake.fix
     assert made() == ["shared of a", "own of a", "own of b"]
 
     first.send_signal(signal.SIGKILL)  # what it has started outlives it, and holds nothing

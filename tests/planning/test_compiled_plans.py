@@ -10,6 +10,7 @@ from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import compile_on, compile_step, out_of_memory
+from run_affinage import refused
 
 SIX = "model.nodes.blocks.repeat=6"
 ROWS = "pretrain.batch_size=256"  # of fewer the compiler keeps a good part in a v4's 128 MB beside its HBM
@@ -55,9 +56,7 @@ def test_the_estimate_is_near_what_the_processors_compiler_takes(tmp_path):
 def test_a_compiler_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, fix in (("v3-8", "Leave out --compile"), ("v4-8", "affinage[tpu]"), ("h100x8", "affinage[gpu-plan]")):
-        with pytest.raises(UserError) as refused:
-            compile_on(SMALL, [], find_slice(name))
-        assert fix in refused.value.fix
+        assert fix in refused(compile_on, SMALL, [], find_slice(name)).fix
 
 
 @pytest.mark.full

@@ -8,12 +8,13 @@ import pytest
 from small_plans import SMALL, blocks_of, plan_of
 
 from affinage.config.load import load_recipe
-from affinage.errors import EXIT_USER_ERROR, UserError
+from affinage.errors import EXIT_USER_ERROR
 from affinage.hardware.chips import find_slice
 from affinage.model import ApplyConfig
 from affinage.model.layers.attention import choose
 from affinage.planning.estimate import present
 from affinage.planning.plan import compare, planned_graph
+from run_affinage import refused
 
 
 def test_time_money_and_utilisation_are_of_one_step():
@@ -53,8 +54,7 @@ def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_
     ids=str,
 )
 def test_what_a_run_refuses_is_not_planned(given, named):
-    with pytest.raises(UserError, match=named):
-        plan_of(SMALL, "v4-8", *given)
+    refused(lambda: plan_of(SMALL, "v4-8", *given), match=named)
 
 
 HEADS = "model.nodes.blocks.attention.heads=2"

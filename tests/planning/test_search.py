@@ -7,11 +7,11 @@ import yaml
 from small_plans import SMALL, plan_of, rarer, settings
 
 from affinage.config.load import load_recipe
-from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
 from affinage.planning.search import Candidate, candidates, curve, order, search
+from run_affinage import refused
 
 TINY = ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=4"]
 TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
@@ -60,7 +60,8 @@ def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, mo
     fitting.sort(key=lambda pair: pair[0])
     assert [candidate for candidate, _ in best] == [candidate for _, candidate in fitting[:3]]
     assert (len(fitting) == every == count) == (name == "v4-8")
-    assert estimated < count and all(made.fits for _, made in best)
+    assert all(made.fits for _, made in best)
+    assert estimated < count or name == "v5e-1"  # where three hardly fit, all are looked at
 
 
 ODD = "model.nodes.blocks={repeat: 3, attention: {heads: 3, head_dim: 64}, ffn: {width: 999}}"
@@ -75,8 +76,7 @@ ODD = "model.nodes.blocks={repeat: 3, attention: {heads: 3, head_dim: 64}, ffn: 
     ids=["nothing divides", "nothing fits"],
 )
 def test_a_search_that_finds_nothing_names_why(name, overrides, named):
-    with pytest.raises(UserError, match=named):
-        found(name, *overrides)
+    refused(lambda: found(name, *overrides), match=named)
 
 
 def test_only_axes_of_which_there_is_something_are_tried():
@@ -117,8 +117,7 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
     assert weak[0][1] == strong[0][1] == 1.0 and weak[-1][1] > strong[-1][1]
     assert strong[0][0].time.seconds > strong[1][0].time.seconds
     wrong = load_recipe(SMALL, ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"])
-    with pytest.raises(UserError, match="gradient_accumulation_steps"):
-        curve(wrong.recipe, graph, "weak", find_slice("v4-8"))
+    refused(lambda: curve(wrong.recipe, graph, "weak", find_slice("v4-8")), match="gradient_accumulation_steps")
 
 
 # ---- the most layers, with a compiler that is a line

@@ -1,6 +1,8 @@
 """What trackers write, read back by their own libraries, after a training that was stopped and went on."""
 
+import json
 import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all runs: a training of 10 steps that failed after step 8 and went on from step 5."""
     folder = tmp_path_factory.mktemp("runs")
     os.environ["WANDB_API_KEY"] = "a" * 40  # pretends to be a key; offline, nobody looks at it
-    names = ("tensorboard", "wandb")
+    names = ("tensorboard", "wandb", "trackio", "mlflow")
     of = {"validation": {"pocket-world.en": tiny.HeldOut()}, "name": "sft", "eval_every": 5}
     of["trackers"] = trackers_of({name: {} for name in names})
     of["tracked"] = TrackedRun("tiny/sft", "tiny", folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking, "TO_CLOSE", 500.0)
+        patch.setattr(tracking, "TO_CLOSE", 500.0)  # MLflow makes a database of forty tables
         with pytest.raises(RuntimeError):
             train(tiny.job(folder / "stage", 10, tiny.fails_at(8), **of))
         train(tiny.job(folder / "stage", 10, **of))
@@ -55,6 +57,27 @@ def test_wandb_has_two_offline_parts_of_one_run(runs: Path):
     assert [file.name for file in files] == [f"run-{ids(runs)['wandb']}.wandb"] * 2
     for file in files:
         assert file.read_bytes().count(b"train/loss") >= 5  # lines
+
+
+def test_trackio_has_every_step(runs: Path):
+    [database] = (runs / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
+    assert {row[0] for row in rows} == {ids(runs)["trackio"]}
+    read = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    found = {step: metrics for step, metrics in read if "train/loss" in metrics}
+    assert {step: metrics["train/loss"] for step, metrics in found.items()} == losses(runs)
+
+
+def test_mlflow_has_every_step_the_settings_and_how_it_ended(runs: Path):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{runs / 'mlflow.db'}")
+    run = client.get_run(ids(runs)["mlflow"])
+    assert run.info.status == "FINISHED" and run.data.params["settings/schedule/peak_lr"] == "0.01"
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert {point.step: point.value for point in history} == losses(runs)
+    assert client.get_metric_history(run.info.run_id, "validation/pocket-world.en/loss")
 
 
 def test_no_key_is_in_anything_that_was_written(runs: Path):

@@ -9,9 +9,9 @@ import torch
 
 import tiny  # noqa: F401  # registers sgd
 from affinage.config.training import OptimizerSettings, ScheduleSettings
-from affinage.errors import UserError
 from affinage.training.optimizer import clipped, learning_rate, make_optimizer
 from affinage.training.step import stochastic_bfloat16, stored_like
+from run_affinage import refused
 
 SHAPES = {"weight": (16, 8), "norm": (8,)}
 DECAYED = {"weight": True, "norm": False}
@@ -74,8 +74,7 @@ def test_bfloat16_moments_are_stored_small_and_follow_the_float32_ones():
     ],
 )
 def test_an_unknown_optimizer_or_setting_is_refused_with_the_nearest_one(changes: dict, known: str):
-    with pytest.raises(UserError, match=known):
-        make_optimizer(OptimizerSettings(**changes), DECAYED)
+    refused(lambda: make_optimizer(OptimizerSettings(**changes), DECAYED), match=known)
 
 
 def _rates(steps: int, **settings: object) -> np.ndarray:

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 import tiny
-from affinage.errors import UserError
 from affinage.training import metrics, train
 from affinage.training.metrics import ACCOUNTS, GoodputTimer, step_line
+from run_affinage import refused
 
 TRACED = "import sys, tiny; from pathlib import Path; from affinage.training import train; "
 TRACED += "train(tiny.job(Path(sys.argv[1]), profile='4-5'))"
@@ -35,9 +35,8 @@ def test_a_trace_has_the_steps_asked_for(tmp_path: Path):
 def test_a_training_whose_folder_is_deleted_ends_with_a_message(tmp_path: Path):
     folder = tmp_path / "run"
     delete = lambda step, _: shutil.rmtree(folder) if step == 4 else None  # noqa: E731
-    with pytest.raises(UserError, match="deleted or moved") as ended:
-        train(tiny.job(folder, 40, delete))
-    assert str(folder) in ended.value.where and not folder.exists()
+    ended = refused(lambda: train(tiny.job(folder, 40, delete)), match="deleted or moved")
+    assert str(folder) in ended.where and not folder.exists()
 
 
 ROW = {"step": 10, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": None, "skipped": 0.0}

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ import tiny
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.metadata import IDENTITY, check_compatible
 from affinage.config.training import SftSettings
-from affinage.errors import Preempted, UserError
+from affinage.errors import Preempted
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import identity
 from affinage.training.metrics import ACCOUNTS
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
+from run_affinage import refused
 
 STEPS = 6
 LORA = {"lora": {"r": 4, "target_modules": ["query", "down"]}}
@@ -70,10 +73,9 @@ def test_a_finished_run_started_again_trains_no_step_and_one_that_is_changed_is_
 
     changed: dict[str, Any] = {"data": {"rows": "other"}, "code": {"plugin a.py": "2"}}
     changed |= {"optimizer": {"b1": 0.8}, "log_every": 2, "gradient_accumulation_steps": 2}  # the last two only say how
-    with pytest.raises(UserError) as refused:
-        train(tiny.job(tmp_path, 12, **changed))
+    mistake = refused(lambda: train(tiny.job(tmp_path, 12, **changed)))
     names = ["code.plugin a.py", "data.rows", "optimizer.b1", "steps"]
-    assert [line.strip().partition(": ")[0] for line in str(refused.value).splitlines()[1:-1]] == names
+    assert [line.strip().partition(": ")[0] for line in str(mistake).splitlines()[1:-1]] == names
     accepted = {"every_steps": 5, "allow_changes": ["code", "data", "optimizer.b1", "steps"]}
     with pytest.warns(CheckpointWarning, match="another optimizer"):
         summary = train(tiny.job(tmp_path, 12, checkpoint=accepted, **changed))
@@ -97,10 +99,9 @@ def test_each_thing_that_decides_over_numbers_is_refused_and_can_be_accepted(nam
     before = tiny.job(Path("unused"), data={"rows": "one"})
     meta, now = {IDENTITY: facts(before)}, facts(dataclasses.replace(before, **changes))
     assert check_compatible(meta, meta[IDENTITY], (), where="here") == {}
-    with pytest.raises(UserError) as refused:
-        check_compatible(meta, now, (), where="here")
-    assert f"\n    {name}: " in str(refused.value)
-    hinted = yaml.safe_load(str(refused.value).rpartition("allow_changes=")[2].removesuffix("."))
+    mistake = refused(check_compatible, meta, now, (), where="here")
+    assert f"\n    {name}: " in str(mistake)
+    hinted = yaml.safe_load(str(mistake).rpartition("allow_changes=")[2].removesuffix("."))
     assert name in hinted
     check_compatible(meta, now, hinted, where="here")
     accepted = check_compatible(meta, now, [name.partition(".")[0]], where="here")
@@ -173,3 +174,62 @@ def test_a_run_goes_on_where_there_are_other_devices(undisturbed: Path, tmp_path
 
     assert train(here)["resumed_at"] == [SAVED]
     np.testing.assert_allclose(losses(tmp_path), losses(undisturbed), rtol=1e-5)
+
+
+# ---- stopped in a monitor's look
+
+
+BATCHES, LAST = 5, 4
+
+
+class EndsAt:
+    """Looks after every second step, in batches, and ends the training at the step `LAST`."""
+
+    say: Callable[[str], None]
+
+    def __init__(self, interrupted_at: int | None = None) -> None:
+        self.interrupted_at = interrupted_at
+        self.batches: list[int] = []  # the step of each that was begun
+        self.made: list[int] = []  # looks
+
+    def due(self, step: int) -> bool:
+        return step % 2 == 0
+
+    def look(self, step: int, state, stop) -> tuple[None, str]:
+        for number in range(BATCHES):
+            if stop():
+                return None, ""
+            self.batches.append(step)
+            if number == 1 and step == self.interrupted_at:
+                signal.raise_signal(signal.SIGTERM)
+        self.made.append(step)
+        return None, "it was enough" if step == LAST else ""
+
+
+def trained(folder, monitor: EndsAt, hook=None) -> dict:
+    rhythm = {"eval_every": 100, "checkpoint": {"every_steps": 100, "keep_last": 9}}
+    return train(tiny.job(folder, 10, hook, monitor=monitor, validation={"held-out": tiny.HeldOut()}, **rhythm))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory):
+    """A training that its monitor ends, and nobody else."""
+    monitor, folder = EndsAt(), tmp_path_factory.mktemp("whole")
+    summary = trained(folder, monitor)
+    assert (summary["steps"], summary["ended"]) == (LAST, "monitor") and len(monitor.batches) == 3 * BATCHES
+    return folder
+
+
+@pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.full), LAST])
+def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: int, whole, tmp_path):
+    monitor = EndsAt(interrupted_at=at)
+    with pytest.raises(Preempted):
+        trained(tmp_path, monitor)
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [at]
+    assert monitor.batches.count(at) == 2 and at not in monitor.made, "it was not given up"
+    again, steps = EndsAt(), []
+    ended = trained(tmp_path, again, lambda step, _: steps.append(step))
+    assert again.made == list(range(at, LAST + 1, 2)) and steps == list(range(at + 1, LAST + 1))
+    assert (ended["steps"], ended["ended"]) == (LAST, "monitor")
+    assert tiny.curve(tmp_path) == tiny.curve(whole)
+    assert tiny.saved_bits(tmp_path, LAST, "params") == tiny.saved_bits(whole, LAST, "params")

@@ -13,10 +13,10 @@ import pytest
 
 import tiny
 from affinage.config.training import ParallelSettings
-from affinage.errors import UserError
 from affinage.model import apply, parse
 from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.trainer import Trainer
+from run_affinage import refused
 
 ONE = {"data": 1}
 
@@ -214,5 +214,4 @@ def test_each_layer_is_clipped_by_its_own_norm():
     ],
 )
 def test_what_it_does_not_go_with_is_refused(changed: dict, why: str):
-    with pytest.raises(UserError, match=why):
-        tiny.compiled(in_layers(True, **changed))
+    refused(lambda: tiny.compiled(in_layers(True, **changed)), match=why)

@@ -99,7 +99,7 @@ class RuntimeSettings(Settings):
     trackers: Annotated[
         dict[str, dict[str, Any]], BeforeValidator(_trackers_by_name, json_schema_input_type=list[str] | dict[str, Any])
     ] = {}
-    """tensorboard, wandb, or one of a plug-in, each with its options; a list takes the defaults."""
+    """tensorboard, wandb, trackio, mlflow, or one of a plug-in, each with its options; a list takes the defaults."""
     remote: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^?#]+$")] | None = None
     """URL of a folder (s3://, gs://) that results and checkpoints are copied to, and resumed from on other machines."""
     profile: Annotated[str, Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$"), BeforeValidator(lambda v: str(v))] | None = None
