@@ -60,7 +60,8 @@ def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, mo
     fitting.sort(key=lambda pair: pair[0])
     assert [candidate for candidate, _ in best] == [candidate for _, candidate in fitting[:3]]
     assert (len(fitting) == every == count) == (name == "v4-8")
-    assert estimated < count and all(made.fits for _, made in best)
+    assert all(made.fits for _, made in best)
+    assert estimated < count or name == "v5e-1"  # where three hardly fit, all are looked at
 
 
 ODD = "model.nodes.blocks={repeat: 3, attention: {heads: 3, head_dim: 64}, ffn: {width: 999}}"

@@ -171,7 +171,7 @@ def read_answers(folder: Path) -> Answers:
             for item in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
                 items = answers.setdefault((file.stem, item.get("filter")), {})
                 count = next(n for n in itertools.count() if (item["hash"], n) not in items)
-                items[item["hash"], count] = item
+                items[item["hash"], count] = {of_item(name): value for name, value in item.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError("these answers are damaged", where=str(file), fix="Evaluate the model again.") from error
     if not answers:

@@ -41,7 +41,7 @@ def build_steps(loaded: LoadedRecipe) -> list[Step]:
         steps += [*_training_steps(loaded, trained, begun), *_result_steps(recipe, trained)]
     steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
     config, inputs = _part(recipe, "name", "description", "report"), tuple(step.name for step in steps)
-    return [*steps, Step("report", _report, config, inputs, artifact="report.html", version=2)]
+    return [*steps, Step("report", _report, config, inputs, artifact="report.html", version=3)]
 
 
 def _report(context: StepContext) -> Summary:
@@ -194,7 +194,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
                 _of_eval("evaluate", training=training),
                 {**config, "report": _part(recipe.report, "prompts" if training == "pretrain" else "questions")},
                 (training, *read),
-                version=3,
+                version=4,
                 files=_files_of(evaluate),
                 check=_of_data("check_benchmarks", section=("evaluate",)),
                 resumable=True,
