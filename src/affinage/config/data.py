@@ -143,6 +143,8 @@ class FilterSettings(Settings):
     """Share of letters and digits among non-space characters."""
     language_threshold: Share = 0.8
     """Probability of lid.176.ftz below which a document is removed; 0 turns language id off."""
+    mixed_languages: bool = False
+    """Add up the probabilities of the recipe's languages: a document may be in several of them."""
     datatrove: dict[DatatroveName, dict[str, Any]] = {}
     """Filters of datatrove, and its formatter of personal data, by name with their arguments, such as
     {GopherRepetitionFilter: {}, PIIFormatter: {remove_ips: false}} (pip install 'affinage[filters]'); slower."""
