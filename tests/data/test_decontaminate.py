@@ -150,10 +150,10 @@ def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
 
 
 def test_texts_of_rows_are_those_of_their_conversations(tmp_path: Path):
-    texts = ["The capital of France is Paris.", "é"]
+    texts = ["The capital of France is Paris.", "é", "Its river is the Seine."]
     tokens = np.full((2, 64), PAD, np.uint16)
-    for row, text in zip(tokens, texts, strict=True):
-        ids = [BOS, *tokenizer().encode(text), EOS]
+    for row, members in zip(tokens, (texts[:2], texts[2:]), strict=True):
+        ids = [token for text in members for token in (BOS, *tokenizer().encode(text), EOS)]
         row[: len(ids)] = ids
     write_tokens(tmp_path / "train" / "chats", tokens)
     assert [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()] == texts
@@ -186,11 +186,13 @@ def test_items_are_found_as_they_are_published(tmp_path):
         BenchmarkItem("arc", "1", ("Why?", "Because.", "Question: Why?\nAnswer: Because. So it is then, is it not?")),
         BenchmarkItem("tiny", "0", ("One two three?", "No.", "Question: One two three?\nAnswer: No. Now answer:")),
         BenchmarkItem("nine", "0", ("Nine words that are an item of a benchmark.",)),  # looked for whole
+        BenchmarkItem("read", "0", (f"Who were they? {HARBOUR}", "the old harbour")),  # a passage has its answer
     ]
     texts = [blank.replace("_", "harbour"), "Who built the bridge? A clever engineer from the north.", "nothing of it"]
     texts += ["Nine words, that are an item of a benchmark, and more", "Nine words that are an item of Paris"]
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == ["d2", "d4"]
+    assert summary["benchmarks"]["read"]["too_short"] == 0
     assert summary["benchmarks"]["tiny"]["too_short"] == 1 and summary["benchmarks"]["arc"]["found"] == 1
 
 

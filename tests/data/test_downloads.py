@@ -1,5 +1,6 @@
 """Downloads go on where they stopped and are checked; datasets of Hugging Face's library; what is wrong is said."""
 
+import hashlib
 import json
 from functools import partial
 
@@ -64,6 +65,19 @@ def test_a_file_that_changed_in_between_is_fetched_whole(server, content):
     breaks_off(server)
     server.commit("models/me/files", {"lines.jsonl": content})
     assert cached(url_of(server)).read_bytes() == content
+
+
+def test_a_file_with_another_hash_is_refused_and_not_kept(server, tmp_path):
+    source = {"path": url_of(server), "sha256": hashlib.sha256(CONTENT).hexdigest()}
+    assert len(collected(tmp_path / "one", source)[1]) == 3_000
+    server.commit("models/me/files", {"lines.jsonl": CONTENT[::-1]})
+    server.requests.clear()
+    assert len(collected(tmp_path / "two", source)[1]) == 3_000 and not server.requests, "the copy is the expected file"
+    for _ in range(2):
+        error = refused(collected, tmp_path / "three", source | {"sha256": "0" * 64})
+        assert hashlib.sha256(CONTENT[::-1]).hexdigest() in error.what and "0" * 64 in error.what
+    with pytest.raises(ValueError, match="web address"):
+        SourceSettings(path="lines.jsonl", sha256="0" * 64)
 
 
 @pytest.mark.parametrize("status", [404, 403, 416, 503])

@@ -113,6 +113,16 @@ def test_addresses_are_replaced_before_anything_else_sees_them(tmp_path):
     assert summary["samples"]["too short"][0]["text"] == "email@example.com"
 
 
+def test_a_text_in_two_languages_of_the_recipe_can_pass_by_both_together(tmp_path):
+    half = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
+    trusted = {"text": ENGLISH, "language": "en", "language_score": 1.0}
+    documents = [{"text": half}, {"text": SPANISH}, {"text": half, "language": "en"}, trusted]
+    for mixed, kept in ((False, ["d3"]), (True, ["d0", "d2", "d3"])):
+        settings = FilterSettings(language_threshold=0.93, mixed_languages=mixed)
+        summary, rows = run(tmp_path / str(mixed), documents, settings)
+        assert sorted(row["id"] for row in rows) == kept and "other language" in summary["removed"]
+
+
 CODE_TEXT = "def area(width, height):\n    # <|endcode|><|code|></s>\n    return [[width] * 3, {'h': height}]\n" * 3
 
 

@@ -107,6 +107,13 @@ def test_the_sample_is_balanced_over_languages(split_folder: Path):
     assert others != texts
 
 
+def test_what_one_language_lacks_of_the_sample_goes_to_the_others(tmp_path: Path):
+    rows = [("en", 60), ("fr", 10), ("de", 20), ("en", 60)]
+    write_documents(tmp_path, [{"text": "a" * size, "language": language} for language, size in rows])
+    texts, shares = balanced_sample(tmp_path, ("en", "fr"), 100, seed=0)
+    assert shares == {"fr": 10, "other": 20, "en": 70} and sum(map(len, texts)) == 100
+
+
 def test_the_tokenizer_is_measured_by_language_and_source(bpe: Tokenizer, split_folder: Path):
     measured = measure(bpe, split_folder)
     assert measured["measured_on"] == "validation" and set(measured["languages"]) == {"en", "fr"}

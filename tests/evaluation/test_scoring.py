@@ -14,6 +14,7 @@ from affinage.errors import UserError
 from affinage.evaluation.scoring import as_rows, batches, default_batch, find_groups, score
 from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
+from affinage.hardware.chips import CHIPS
 from affinage.model.forward import abstract_params, logical_axes
 from affinage.parallel import MeshLayout, make_mesh, serving_layout, table_with
 from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_llama
@@ -109,6 +110,13 @@ def test_the_batch_shrinks_with_the_square_of_the_context():
     contexts = (96, 512, 1024, 3000, 2**20)
     assert [default_batch(replace(model, context=context)) for context in contexts] == [64, 64, 16, 1, 1]
     assert default_batch(replace(model, context=1024, layout=MeshLayout(mesh, table_with({})))) == 4 * 16
+
+
+@pytest.mark.parametrize(("device", "rows"), [("L4", [64, 16, 4, 1, 1]), ("A100 80GB", [64, 16, 8, 4, 2])])
+def test_a_device_of_much_memory_gets_more_rows_of_a_long_context(device, rows, monkeypatch):
+    monkeypatch.setattr("affinage.evaluation.scoring.chip", lambda _: CHIPS[device])
+    contexts = (512, 1024, 2048, 4096, 8192)
+    assert [default_batch(replace(tiny_llama(), context=context)) for context in contexts] == rows
 
 
 # ---- requests are packed into batches, and what they share is computed once

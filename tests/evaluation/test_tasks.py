@@ -1,5 +1,6 @@
 """Looking up tasks: where their data is, what their items are, which of them can be scored, and what is refused."""
 
+import errno
 import gzip
 import json
 from collections import defaultdict
@@ -244,6 +245,16 @@ def test_a_folder_without_the_items_or_with_a_row_of_another_form_is_refused(tmp
     (tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
     (config,) = find_tasks(["belebele_fra_Latn"], tmp_path)[0]
     refused(load_tasks, [config], match=r"row 1 .* belebele_fra_Latn")
+
+
+def test_a_full_disk_is_not_said_to_be_the_hub(monkeypatch):
+    def load(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(TaskManager, "load", load)
+    with quiet(), pytest.raises(OSError, match="No space"):  # of which the verb says that room is to be made
+        load_tasks([{"task": "piqa"}])
 
 
 def test_a_missing_network_is_told_once_and_soon(monkeypatch, tmp_path):

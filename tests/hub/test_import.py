@@ -1,5 +1,6 @@
 """Models of the hub taken in: exactly, or refused by name; and given back bit by bit."""
 
+import errno
 import itertools
 import json
 import shutil
@@ -20,7 +21,7 @@ import tiny_graphs
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.hub.families import architecture_of, family_of
-from affinage.hub.folder import CONFIG, CardFacts, export, hub_facts, read_hub_folder
+from affinage.hub.folder import CONFIG, CardFacts, HubWeights, export, hub_facts, local_copy, read_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import init_params, parse
 from affinage.model.layer import map_parameters
@@ -200,6 +201,10 @@ def test_weights_in_other_forms_that_transformers_loads_are_read(tmp_path):
         tensors = family.to_tensors(params, graph)
         if name == "mixtral":
             tensors = fused_experts(tensors)
+            save_file(tensors, tmp_path / "model.safetensors")
+            weights = HubWeights(tmp_path)
+            first = weights["model.layers.0.mlp.experts.gate_up_proj"]
+            assert weights["model.layers.0.mlp.experts.gate_up_proj"] is first, "it is read once for all experts"
         elif name == "llama":  # tied
             tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
         else:
@@ -209,6 +214,15 @@ def test_weights_in_other_forms_that_transformers_loads_are_read(tmp_path):
         (folder / CONFIG).write_text(json.dumps(family.to_config(graph, context=64)))
         save_file(tensors, folder / "model.safetensors")
         jax.tree.map(np.testing.assert_array_equal, read_hub_folder(folder).params, params)
+
+
+def test_a_full_disk_is_not_said_to_be_the_hub(monkeypatch):
+    def download(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("affinage.hub.folder.snapshot_download", download)
+    with pytest.raises(OSError, match="No space"):  # of which the verb says that room is to be made
+        local_copy("me/model")
 
 
 def test_a_graph_of_no_family_is_refused_by_what_differs():

@@ -56,6 +56,12 @@ def test_a_copy_of_a_small_file_is_the_same_and_a_large_one_is_known_by_its_time
         assert (here == there) is same
 
 
+def test_two_names_that_are_not_utf8_are_two_files(tmp_path: Path):
+    for name in (b"caf\xe9.txt", b"caf\xe8.txt"):
+        (tmp_path / os.fsdecode(name)).write_bytes(name)
+    assert len(set(fingerprints([str(tmp_path)]).values())) == 2
+
+
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     """A server with one file, whose headers are those of a fault where a test wants others."""

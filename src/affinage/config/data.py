@@ -84,6 +84,8 @@ class SourceSettings(PlaceSettings):
     """Key of its license."""
     max_bytes: Bytes | None = None
     """Maximum amount of text, such as 40MB; of the pocket world, the amount that is generated."""
+    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    """Hash of the file at a web address, checked after the download."""
 
     @model_validator(mode="before")
     @classmethod
@@ -102,6 +104,8 @@ class SourceSettings(PlaceSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> "SourceSettings":
+        if self.sha256 and not self.path.startswith(("http://", "https://")):
+            raise ValueError("`sha256` is checked of files that are downloaded from a web address")
         if self.trust_language and not self.language:
             raise ValueError("`trust_language` needs a `language`")
         return self
@@ -143,6 +147,8 @@ class FilterSettings(Settings):
     """Share of letters and digits among non-space characters."""
     language_threshold: Share = 0.8
     """Probability of lid.176.ftz below which a document is removed; 0 turns language id off."""
+    mixed_languages: bool = False
+    """Add up the probabilities of the recipe's languages: a document may be in several of them."""
     datatrove: dict[DatatroveName, dict[str, Any]] = {}
     """Filters of datatrove, and its formatter of personal data, by name with their arguments, such as
     {GopherRepetitionFilter: {}, PIIFormatter: {remove_ips: false}} (pip install 'affinage[filters]'); slower."""

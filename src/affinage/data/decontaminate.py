@@ -68,7 +68,7 @@ def kind_of_items(path: str, where: str = "data.decontaminate.benchmark_files") 
     """What a file of items is by its name: jsonl, parquet or txt. Raises UserError for any other."""
     kind = re.search(r"\.(jsonl|parquet|txt)(\.(gz|bz2|zst))?/?$", path, re.IGNORECASE)
     if kind is None:
-        fix = "Items are read from .jsonl, .parquet and .txt files, and from .yaml task files."
+        fix = "Items are read from .jsonl, .parquet and .txt files. Name task files in `evaluate.tasks`."
         raise UserError(f"`{path}` is no file of benchmark items", where=where, fix=fix)
     return kind[1].lower()
 
@@ -97,8 +97,8 @@ def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
     """What is searched for of an item: (text, whether it may stand in natural text).
 
     Those are its texts; sentences with a blank (`_`), filled with each of the item's short texts, for they are
-    published whole; and short texts joined, for a question and its answer may follow each other. A text that holds
-    another one is a prompt of the harness: `Answer:` stands there in no natural text.
+    published whole; and short texts joined, for a question and its answer may follow each other. A text of other ones
+    with few words between is a prompt of the harness: `Answer:` stands there in no natural text.
     """
     texts = list(dict.fromkeys(text for text in item.texts if text.strip()))
     short = [text for text in texts if len(text.split()) < min_words][:_MOST_JOINED]
@@ -106,7 +106,11 @@ def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
     made += [f"{first} {second}" for first in short for second in short if first != second]
     found = [(text, True) for text in made if len(text.split()) >= min_words]
     for text in texts:
-        is_prompt = any(len(other.split()) > 2 and other in text for other in texts if other != text)
+        rest = text
+        for other in sorted(texts, key=len, reverse=True):
+            if other != text and len(other.split()) > 2:
+                rest = rest.replace(other, " ")
+        is_prompt = rest != text and len(rest.split()) < min_words
         found.append((text, not is_prompt and not _BLANK.search(text)))
     return found
 
@@ -364,8 +368,13 @@ def contamination(index: ItemIndex, texts: Iterable[pa.Array]) -> Contamination:
 
 
 def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:
-    """The texts of rows of conversations, without control tokens: all that stands in a row is one."""
+    """The texts of conversations in rows of tokens, without control tokens."""
     for path in find_shard_folders(folder).values():
         shards = TokenShards(path)
+        border = shards.marks.end if shards.marks.begin is None else shards.marks.begin
         for rows in np.array_split(np.arange(shards.rows), -(-shards.rows // _ROWS)):
-            yield normalized([tokenizer.decode(tokens) for tokens in shards.read(rows)[0].tolist()])
+            texts: list[np.ndarray] = []
+            for tokens in shards.read(rows)[0]:
+                texts += np.split(tokens, np.flatnonzero(tokens == border))
+            # One that is no more than a border is padding.
+            yield normalized([tokenizer.decode(text.tolist()) for text in texts if text.size > 1])

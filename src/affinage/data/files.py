@@ -31,6 +31,7 @@ from affinage.errors import TransientError, UserError, first_line, is_transient
 
 CHUNK_BYTES = 1 << 16  # read at once
 CACHE_VARIABLE = "AFFINAGE_CACHE"
+_HASH = "#sha256="  # after a web address: the hash that the file must have; servers do not see it
 _TIMEOUT = (10, 30)  # seconds to connect, and between two parts of an answer
 _AS_IT_IS = {"Accept-Encoding": "identity"}  # the header of a request for the file, not for a compressed form of it
 _KINDS = {
@@ -60,7 +61,7 @@ class DamagedFile(Exception):
 class SourceFile:
     """One file of a source; `name` is its path within the source, the same on every machine."""
 
-    url: str  # what is at a web address is read from the cache of downloads
+    url: str  # what is at a web address is read from the cache of downloads; see `cached`
     name: str
     kind: str  # see `kind_of`
     bytes: int  # as stored, of the file or the part
@@ -94,7 +95,8 @@ def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
     code = source.kind == "code"
     try:
         if _is_web(url):
-            files.append(SourceFile(url, _name(url), kind_of(_name(url), code=code), _size_of(url)))
+            place = f"{url}{_HASH}{source.sha256}" if source.sha256 else url
+            files.append(SourceFile(place, _name(url), kind_of(_name(url), code=code), _size_of(place)))
         else:
             filesystem, base, entries = _listed(url)
             for path in sorted(path for path, entry in entries.items() if entry["type"] != "directory"):
@@ -143,7 +145,7 @@ def _is_web(url: str) -> bool:
 
 
 def _name(url: str) -> str:
-    return url.split("?", 1)[0].rstrip("/").rpartition("/")[2]
+    return re.split("[?#]", url, maxsplit=1)[0].rstrip("/").rpartition("/")[2]
 
 
 def _listed(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
@@ -233,7 +235,7 @@ def _version_in(headers: Any) -> str:
 def _size_of(url: str) -> int:
     """The bytes of the file at a web address, 0 if not stated; a copy of another version than the server's goes."""
     copy = cached_path(url)
-    if copy.is_file():
+    if copy.is_file() and _HASH not in url:
         with contextlib.suppress(requests.RequestException):  # without an answer the copy is what there is
             if version_of(url) not in ("", _version_file(url).read_text()):
                 copy.unlink()
@@ -244,10 +246,11 @@ def cached(url: str) -> Path:
     """The local copy of the file at a web address, which is downloaded if it is not there.
 
     What an interrupted download left is kept beside it as `.part` and resumed, if the server's file is still the
-    same; its size is checked against what the server says. Of several processes one downloads, the others wait.
-    Passwords are in ~/.netrc.
+    same; its size is checked against what the server says, and its SHA-256 if the URL ends in `#sha256=` and that hash.
+    Of several processes one downloads, the others wait. Passwords are in ~/.netrc.
 
-    Raises UserError for a file that the server does not have, and TransientError where it cannot be reached.
+    Raises UserError for a file that the server does not have or that is not the expected one, and TransientError where
+    it cannot be reached.
     """
     path = cached_path(url)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -259,6 +262,12 @@ def cached(url: str) -> Path:
             except requests.RequestException as error:
                 what = f"cannot download {url}: {first_line(error.__cause__ or error)}"
                 raise UserError(what, fix="Is the address right, and are you allowed to read it?") from None
+            _, _, expected = url.partition(_HASH)
+            with part.open("rb") as file:
+                if expected and (found := hashlib.file_digest(file, "sha256").hexdigest()) != expected:
+                    part.unlink()
+                    what = f"the file at {url} is not the expected one: its SHA-256 is {found}"
+                    raise UserError(what, fix="Is `sha256` right? The file is downloaded again the next time.")
             part.replace(path)
     return path
 

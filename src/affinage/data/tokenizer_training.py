@@ -61,10 +61,10 @@ def train_tokenizer(
 def balanced_sample(
     documents: Path, languages: Sequence[str], budget: int, seed: int
 ) -> tuple[list[str], dict[str, int]]:
-    """Return texts of at most an equal part of `budget` bytes in each of `languages`, and the bytes of each.
+    """Return texts of `budget` bytes in total, as evenly as there is text over `languages`, and the bytes of each.
 
-    Documents in other languages have one further part, if there are any. Which ones are chosen, and their order,
-    depends on `seed` and the documents' ids alone. One pass; memory is `budget` for each language at most.
+    Documents in other languages share one further part. Which ones are chosen, and their order, depends on `seed` and
+    the documents' ids alone. One pass; memory is `budget` for each language at most.
     Raises UserError if there is no text.
     """
     chosen: dict[str, list[tuple[int, bytes]]] = {name: [] for name in (*languages, _OTHER)}  # heaps, largest key first
@@ -83,7 +83,11 @@ def balanced_sample(
     if not totals:
         raise UserError("there is no text to train a tokenizer on", where=str(documents))
     sample: list[tuple[int, str]] = []
-    shares = {name: min(total, budget // len(totals)) for name, total in totals.items()}
+    shares, left = dict[str, int](), budget
+    smallest_first = sorted((name for name in chosen if totals[name]), key=lambda name: totals[name])
+    for number, name in enumerate(smallest_first):  # what a language lacks goes to the larger ones
+        shares[name] = min(totals[name], left // (len(smallest_first) - number))
+        left -= shares[name]
     for name, share in shares.items():
         heap, left = chosen[name], share
         for key, text in sorted(heap, reverse=True):

@@ -243,8 +243,9 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     answers = sum(chat.is_trained(message) for talk in talks for message in talk)
     rewritten = max(0, answers - sum(len(chat.trained_runs(trained)) for _, trained in sides))
     identical = pair and sides[0] == sides[1]
-    thoughts = talks[0][-1].get(chat.REASONING, "").strip()
-    reasoning_dropped = bool(thoughts) and thoughts not in tokenizer.decode(sides[0][0])
+    thoughts = [text for message in talks[0] if (text := message.get(chat.REASONING, "").strip())]
+    written = tokenizer.decode(sides[0][0]) if thoughts else ""
+    reasoning_dropped = bool(thoughts) and not any(text in written for text in thoughts)
     length, marks = seq_len // 2 if pair and too_long else seq_len, tokenizer.conversation_marks
     for tokens, trained in sides:
         if len(tokens) > length:

@@ -30,7 +30,7 @@ from sqlitedict import SqliteDict
 
 from affinage.cluster.processes import Processes
 from affinage.data.places import limit_requests
-from affinage.errors import UserError, did_you_mean, first_line, is_of_network
+from affinage.errors import UserError, did_you_mean, first_line, is_of_network, of_the_machine
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, is_offline, on_hub
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
@@ -96,9 +96,12 @@ def load_tasks(
         except UserError as error:
             raise UserError(error.what, where=error.where or where, fix=error.fix) from error
         except (Exception, SystemExit) as error:
+            unreachable = is_remote and is_of_network(error)
+            if isinstance(error, OSError) and not unreachable and of_the_machine(error) is not None:  # a full disk
+                raise
             what = f"the task `{name}` cannot be used: {type(error).__name__}: {first_line(error)}"
             fix = "Mend it, or install what it needs, or leave it out."
-            if is_remote and (isinstance(error, OSError) or is_of_network(error)):
+            if unreachable or (is_remote and isinstance(error, OSError)):
                 fix = _OFFLINE.format(huggingface_hub.constants.ENDPOINT)
             raise UserError(what, where=where, fix=fix) from error
     return loaded

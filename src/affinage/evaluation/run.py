@@ -69,6 +69,7 @@ class JaxLM(TemplateLM):
         self.in_chat_template = False  # whether the texts of requests were made by `apply_chat_template`
         self._progress, self._batch = progress, batch
         self._encode = lru_cache(maxsize=1024)(model.tokenizer.encode)  # choices share their question
+        self._fitting: set[tuple[Any, ...]] = set()  # texts of requests that are known to fit the context
         tokenizer = model.tokenizer
         self.eot_token_id, self.prefix_token_id = tokenizer.eos, tokenizer.bos  # </s>; <s> stands for an empty context
         self.max_length, self.tokenizer_name = model.context, f"affinage-{model.name}"
@@ -112,6 +113,8 @@ class JaxLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
+        room = self.max_length + 1
+        self._fitting |= {texts for texts, before, after in requests if len(before) + len(after) <= room}
 
         def keep(index: int, answer: tuple[float, bool]) -> None:
             self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
@@ -142,6 +145,8 @@ class JaxLM(TemplateLM):
         room = self.max_length + 1
         if isinstance(arguments[-1], dict):  # settings of a generation
             room = self.max_length - self._params(arguments[-1]).max_new_tokens
+        elif tuple(arguments) in self._fitting:  # else it is encoded, as one whose answer was on disk
+            return False
         return len(self.tok_encode("".join(text for text in arguments if isinstance(text, str)))) > room
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
@@ -338,7 +343,7 @@ def _result(name: str, raw: Mapping[str, Any], lm: JaxLM) -> dict[str, Any]:
 def _centered_mean(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """The mean over CORE's tasks of (score - chance) / (1 - chance), by the metrics of its authors."""
     centered = []
-    for name in outcome.keys() & CORE_SHOTS.keys():
+    for name in (name for name in CORE_SHOTS if name in outcome):  # the order decides how the sum is rounded
         score = outcome[name]["metrics"]["acc_norm" if name in _NORMALIZED else "acc"]["value"]
         chance = outcome[name].get("chance", 0.0)
         centered.append((score - chance) / (1 - chance))

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from affinage.data.special_tokens import PAD
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel, logits_of
+from affinage.hardware.chips import chip
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.dense import multiply_out
@@ -27,6 +28,8 @@ LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever
 _MAX_TOKENS = {"cpu": 1536}
 _MAX_ROWS = 64  # for each device that rows are split over
 _MAX_PAIRS = 2**24  # of a query and a key at once: 64 MB of float32 scores for each head of attention
+_TOKENS = 2**14  # at once on a device of this much memory, however long the context is
+_MUCH_MEMORY = 40 * 2**30  # bytes
 _MULTIPLE = 8  # of every length, for the sake of the hardware
 Pair = tuple[list[int], list[int]]  # ids of a context, and of the continuation to score
 Answer = tuple[int, tuple[float, bool]]  # a request, with its log-probability and whether it is greedy
@@ -310,6 +313,10 @@ def score(
 def default_batch(model: LoadedModel) -> int:
     """Return how many rows of the model's context are scored at once, a multiple of what they are split over.
 
-    The scores of attention decide, which grow with the square of the context: 64 rows of 512 tokens, 16 of 1,024.
+    The scores of attention decide, which grow with the square of the context: 64 rows of 512 tokens, 16 of 1,024. A
+    device that is known to have much memory gets 16,384 tokens where that is more: 8 rows of 2,048, 4 of 4,096.
     """
-    return model.row_multiple * max(1, min(_MAX_ROWS, _MAX_PAIRS // model.context**2))
+    rows, memory = _MAX_PAIRS // model.context**2, chip(jax.devices()[0].device_kind).memory_per_device
+    if memory is not None and memory >= _MUCH_MEMORY:
+        rows = max(rows, _TOKENS // model.context)
+    return model.row_multiple * max(1, min(_MAX_ROWS, rows))

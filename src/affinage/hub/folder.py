@@ -39,7 +39,7 @@ from affinage.data.places import limit_requests, refusal
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from affinage.data.tokenizer import TEMPLATE, Tokenizer, template_in
-from affinage.errors import UserError
+from affinage.errors import UserError, of_the_machine
 from affinage.generation.engine import LoadedModel
 from affinage.hub.families import FAMILIES, Architecture, architecture_of, decoder_nodes, family_of
 from affinage.model import Adapters
@@ -78,6 +78,8 @@ def local_copy(folder_or_id: str) -> Path:
     try:
         return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
     except (HTTPError, OSError, HFValidationError) as error:
+        if of_the_machine(error) is not None:  # a full disk is not the Hub's
+            raise
         refused = refusal(error, "model", folder_or_id)
         what = f"there is no folder `{folder_or_id}`, and {refused.what}"
         raise UserError(what, fix=refused.fix) from error
@@ -145,6 +147,7 @@ class HubWeights(dict[str, Any]):
     def __init__(self, folder: Path) -> None:
         """Raises UserError for files that are missing, cut, or not those of the index."""
         self._folder, self._files = folder, dict[str, Any]()
+        self._last: tuple[str, NDArray[Any]] | None = None  # fused experts are read from one tensor, in a row
         self.names_read: set[str] = set()
         index, whole = folder / INDEX, folder / WHOLE
         if index.is_file() == whole.is_file():  # of both, transformers would read the whole file
@@ -165,6 +168,8 @@ class HubWeights(dict[str, Any]):
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         self.names_read.add(name)
+        if self._last is not None and self._last[0] == name:
+            return self._last[1]
         file = super().__getitem__(name)
         where, opened = str(self._folder / file), self._files[file]
         try:
@@ -178,6 +183,7 @@ class HubWeights(dict[str, Any]):
         if not np.isfinite(tensor).all():
             fix = "The weights are damaged, or the training diverged: take an earlier version of the model."
             raise UserError(f"the tensor {name!r} holds values that are not finite", where=where, fix=fix)
+        self._last = name, tensor
         return tensor
 
 

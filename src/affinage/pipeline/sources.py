@@ -12,7 +12,6 @@ from pathlib import Path
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.data.json_files import encodable
 from affinage.data.places import is_url
 from affinage.errors import UserWarned, first_line
 
@@ -28,7 +27,9 @@ def fingerprints(paths: Iterable[str]) -> dict[str, str]:
     """
     local = [path for path in paths if path != POCKET_WORLD and not is_url(path)]
     places = [os.path.expanduser(path.removeprefix("file://").removeprefix("local://")) for path in local]
-    return {encodable(str(file)): _fingerprint(file) for place in places for file in _files(place)}
+    files = [file for place in places for file in _files(place)]
+    # Bytes in a name that are not UTF-8, as old archives have them, are spelled: two names must not become one.
+    return {os.fsencode(file).decode("utf-8", "backslashreplace"): _fingerprint(file) for file in files}
 
 
 def _fingerprint(file: Path) -> str:

@@ -60,8 +60,8 @@ def evaluate(context: StepContext, training: str) -> Summary:
     answers = zip(prompts, _answers(model, prompts), strict=True)
     results["samples"][f"{kind}s"] = [{kind: prompt, "text": answer} for prompt, answer in answers]
     if Processes.current.first:
-        (context.folder / _ANSWERS).unlink()  # the results are there now
         write_json(context.folder / "results.json", results)
+        (context.folder / _ANSWERS).unlink()  # the results are there now
     return results
 
 
