@@ -133,7 +133,7 @@ def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
         _of_data("tuning_data", section=section),
         config | searched,
         ("train-tokenizer", *(["synthesize"] if tuning.from_world else [])),
-        version=5,
+        version=6,
         files=files + item_files,
         check=_of_data("check_tuning_data", section=section),
         resumable=True,
