@@ -66,7 +66,6 @@ class Scripted:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_QUICK", 0.0)
-    monkeypatch.setattr(launch, "_HANGS", 0.0)
     monkeypatch.setattr(launch, "_AFTER", {})
     monkeypatch.setattr(launch, "_AFTER_DEATH", 0.2)
 
@@ -106,11 +105,11 @@ def test_a_run_starts_again_as_often_as_its_budget_allows(starts: list, limits: 
     assert run(launcher, **limits)[0] == status and launcher.begun == begun
 
 
-def test_a_run_that_is_preempted_at_once_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "_HANGS", 600.0)
-    launcher = Scripted(*[SAVED] * 4)
-    status, said = run(launcher, max_failures=2)
-    assert status == 75 and launcher.begun == 3 and "given up after 2 failures" in said[-1]
+@pytest.mark.parametrize(("within", "status", "begun"), [(600.0, 75, 11), (0.0, 0, 15)])
+def test_a_run_that_is_preempted_at_once_again_and_again_is_given_up(monkeypatch, within: float, status: int, begun):
+    monkeypatch.setattr(launch, "_HANGS_WITHIN", within)
+    launcher = Scripted(*[SAVED] * 14, DONE)
+    assert run(launcher, max_failures=0)[0] == status and launcher.begun == begun
 
 
 def test_a_first_start_that_fails_is_an_error_and_a_later_one_a_failure():
