@@ -27,6 +27,10 @@ def test_the_help_of_each_verb_has_an_example(verb: tuple[str, ...], affinage):
     assert status == 0 and f"affinage {' '.join(verb)}" in out and "Example" in out and "\x1b" not in out
 
 
+def test_an_example_keeps_its_brackets(affinage):
+    assert "data.sources='[my_folder/]'" in affinage("data", "run", "--help")[1]
+
+
 @pytest.fixture(scope="module")
 def copy(tiny_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of the runs; what the verbs write stands beside what others write."""

@@ -105,6 +105,13 @@ def test_a_run_starts_again_as_often_as_its_budget_allows(starts: list, limits: 
     assert run(launcher, **limits)[0] == status and launcher.begun == begun
 
 
+@pytest.mark.parametrize(("within", "status", "begun"), [(600.0, 75, 11), (0.0, 0, 15)])
+def test_a_run_that_is_preempted_at_once_again_and_again_is_given_up(monkeypatch, within: float, status: int, begun):
+    monkeypatch.setattr(launch, "_HANGS_WITHIN", within)
+    launcher = Scripted(*[SAVED] * 14, DONE)
+    assert run(launcher, max_failures=0)[0] == status and launcher.begun == begun
+
+
 def test_a_first_start_that_fails_is_an_error_and_a_later_one_a_failure():
     nowhere = UserError("no room", fix="Look.")
     refused(lambda: run(Scripted(nowhere, DONE)))

@@ -55,6 +55,7 @@ MISTAKES = [
     ("batch_size: 8", "batch_size: 8\n  gradient_accumulation_steps: 3", 9, "batch_size 8 | 3 gradient"),
     (ONE, ONE + "mesh: {dta: 2}\n", 2, "`mesh.dta` | `mesh.data`"),
     (ONE, ONE + "report: {language: de}\n", 2, "report.language | 'en' or 'fr'"),
+    (ONE, ONE + "parallel: {remat: {kep: [query]}}\n", 2, "`parallel.remat.kep` | `parallel.remat.keep`"),
     (ONE, ONE + "name: large\n", 2, "duplicate key | name"),
     (ONE, ONE + "base: none.yaml\n", 2, "base: none.yaml | `r.yaml`"),
     (ONE, ONE + "base: r.yaml\n", 2, "r.yaml -> r.yaml"),
@@ -119,7 +120,7 @@ OVERRIDES = [
     ("pretrain.steps", "--set pretrain.steps: | `key=value`"),
     ("xyzzy=1", "name, description"),
     ("hardware.price=free", "`hardware.price` | `free` | number"),
-    ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | a list | dictionary"),
+    ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | is a list | a mapping"),
     ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
 ]
 

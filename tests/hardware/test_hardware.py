@@ -95,3 +95,5 @@ def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, nearest
 def test_a_program_may_take_the_share_of_a_gpu_that_the_environment_sets(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     assert find_slice("l4").chip.memory_per_device == 12e9
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
+    assert "XLA_CLIENT_MEM_FRACTION" in refused(find_slice, "l4").where

@@ -42,7 +42,15 @@ def test_names(runs: Path):
 
 @pytest.mark.parametrize(
     ("spec", "named"),
-    [("three", "tiny"), ("tiny@last", "tiny"), ("runs", "runs"), ("folder", "folder"), ("runs/begun", "affinage run")],
+    [
+        *[("three", "tiny"), ("tiny@last", "tiny"), ("runs", "runs"), ("folder", "folder")],
+        *[
+            ("runs/begun", "affinage run"),
+            ("begun/sft", "affinage run begun --until sft"),
+            ("tiny/sfft", "has no `sfft`"),
+        ],
+        ("runs/begun/sft", "affinage run runs/begun --until sft"),
+    ],
 )
 def test_without_such_a_model_those_that_are_there_are_named(runs: Path, spec: str, named: str):
     for name in ("runs/begun/recipe.json", "folder/x.txt"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from affinage.checkpoint.remote import RemoteFolder
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
@@ -84,6 +85,17 @@ def test_once_is_enough(load, tmp_path):
     assert (run / "three/text").read_text() == "one+two"
     assert os.readlink(run / "one").startswith("../store/one-")
     assert '"min_characters": 3' in (run / "recipe.json").read_text()
+
+
+def test_without_a_network_a_complete_run_with_a_remote_has_nothing_to_do(load, tmp_path, monkeypatch, capfd):
+    toy_run(load, tmp_path, toy())
+
+    def silent(*_: str) -> bytes:
+        raise UserError("no network")
+
+    monkeypatch.setattr(RemoteFolder, "read", silent)
+    runner = PipelineRunner(load(f"runtime.remote=file://{tmp_path}/remote"), tmp_path / "runs", toy())
+    assert runner.run(ProgressListener()) == {} and "no network; run it again" in capfd.readouterr().out
 
 
 def test_reasons(load, tmp_path):

@@ -58,6 +58,14 @@ def test_any_stage_may_be_absent(run: Path):
     assert "<h1>" in render(collect_facts(run / "nothing-here"))
 
 
+def test_a_validation_of_another_form_or_without_a_finite_loss_is_no_point(run: Path):
+    before = collect_facts(run).training("pretrain").validation
+    with (run / "pretrain" / "metrics.jsonl").open("a") as lines:
+        for odd in ("null", "[]", '{"a": 3.2}', '{"a": {"loss": NaN}}'):
+            lines.write(f'{{"step": 299, "validation": {odd}}}\n')
+    assert collect_facts(run).training("pretrain").validation == before
+
+
 def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tmp_path: Path):
     sources = [
         {"path": "books/novels.jsonl", "license": "cc0-1.0"},

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import warnings
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-from absl import logging
+from absl import logging as absl_logging
 from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
 from orbax.checkpoint.experimental.v1.training import preservation_policies
@@ -26,7 +27,9 @@ Facts = dict[str, Any]
 CHECKPOINTS = "checkpoints"  # the folder of steps in the folder of a training
 COMMIT = "commit_success.txt"  # Orbax writes it last, when everything else of a step is on disk
 IO_TIMEOUT = 3600.0  # seconds in which every process has read or written its part of a state
-logging.set_verbosity(logging.FATAL)  # Orbax logs every file, and errors that it raises anyway
+absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax logs every file, and errors that it raises anyway
+# Once a task of Orbax has failed, and its error is raised, asyncio logs those of all other tasks.
+logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
 _STEP = re.compile(r"0|[1-9]\d*")
 
 
@@ -295,8 +298,10 @@ def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> 
 
 
 def _remove(path: Path) -> None:
-    """Remove a step, its marks first, so that half a step never looks complete."""
-    if path.is_dir():
+    """Remove a step, its marks first, so that half a step never looks complete; of a link, the link alone."""
+    if os.path.islink(path):
+        os.unlink(path)
+    elif path.is_dir():
         for name in (COMMIT, METADATA):
             (path / name).unlink(missing_ok=True)
         epath.Path(path).rmtree()

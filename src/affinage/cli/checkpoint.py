@@ -36,7 +36,7 @@ def show(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonO
 
     The fingerprint depends on the numbers alone: checkpoints of the same state have the same one, on any mesh.
 
-    Example: affinage checkpoint show quickstart/pretrain@2200
+    Example: affinage checkpoint show quickstart/pretrain@1900
     """
     store, steps = _steps(checkpoint, runs)
     metadata = store.metadata(steps[-1])
@@ -51,7 +51,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints: settings, data, versions, mesh, and arrays by their checksums.
 
-    Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200
+    Example: affinage checkpoint diff quickstart/pretrain@1800 quickstart/pretrain@1900
     """
     chosen = [_steps(name, runs) for name in (one, other)]
     from affinage.checkpoint.metadata import compare

@@ -2,7 +2,7 @@
 
 import itertools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from typer.core import TyperGroup
 
@@ -31,7 +31,7 @@ verb_until(
     ("tokenize", "sft-data", "preference-data"),
     "tokenize",
     "Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.\n\n"
-    "Example: affinage data quickstart --set data.sources='[my_folder/]'",
+    "Example: affinage data quickstart --set data.sources='\\[my_folder/]'",  # a bracket alone is a style to rich
     group,
 )
 
@@ -72,7 +72,7 @@ def search(
 ) -> None:
     """Find the documents that hold a text, and the steps of pretraining that read them.
 
-    Example: affinage data search quickstart "the currency of France"
+    Example: affinage data search quickstart "the continent of France"
     """
     if not text:
         raise UserError("there is nothing to look for", where="TEXT", fix="Give a text of at least one character.")
@@ -97,7 +97,7 @@ def search(
 def head(
     run: Annotated[str, arg("RUN[/STEP]", "A run, or one of its data steps.")],
     step: Annotated[str | None, opt("A data step, such as filter or split (default).")] = None,
-    part: Annotated[str | None, opt("Of split: train or validation.")] = None,
+    part: Annotated[Literal["train", "validation"] | None, opt("Of split; default: both.")] = None,
     limit: Annotated[int, opt("Number of documents to show.", min=1)] = 10,
     runs: terminal.RunsOption = terminal.RUNS,
     as_json: terminal.JsonOption = False,

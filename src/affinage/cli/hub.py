@@ -69,7 +69,7 @@ def export(
 
     Examples: affinage export quickstart --verify
 
-    affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16
+    affinage export quickstart/pretrain@1800 --to my_model --dtype bfloat16
     """
     chosen: Any = {name: value for name, value in (("dtype", dtype), ("license", license)) if value}
     if adapter and (to is None or check or check_gguf):

@@ -34,7 +34,7 @@ class Watch(ProgressListener):
 
     @contextlib.contextmanager
     def running(self, planned: PlannedStep) -> Iterator[Callable[[str], None]]:
-        """A step runs inside. A training shows its own progress, and only one line can be live on a terminal."""
+        """A step runs inside. A training prints lines of its own, between which no other can be live."""
         if planned.reason != "never ran":
             _print(planned.name, planned.reason)
         if screen().is_terminal and not planned.step.has_progress:

@@ -25,6 +25,8 @@ _AFTER = {0: 60.0, EXIT_PREEMPTED: 40.0, EXIT_USER_ERROR: 5.0}  # seconds for th
 _AFTER_DEATH = 1.0  # seconds: the others are in a collective that never ends
 _QUICK = 20.0  # seconds: a group that fails within them may do so for ever, so the next start waits
 _PAUSE = 10.0  # seconds
+# A group that is preempted in less than so many seconds, and so often in a row, hangs at the same place for ever.
+_HANGS_WITHIN, _MAX_HANGS = 600.0, 10
 _DEAD_WITHIN = 10.0  # seconds for the kernel to take a killed process away
 _LOOK_EVERY = 0.05  # seconds
 _THREADS = "16"  # of XLA's pool: with fewer, the collectives of several CPU devices of a process wait for each other
@@ -189,17 +191,17 @@ def supervise(
 ) -> int:
     """Run a command of `affinage`, e.g. ["run", "recipe.yaml"], in all workers until it is done; `start` starts them.
 
-    When one is lost all start again: always after one was preempted, saved, and left with status 75; `max_failures`
-    times after one was killed or failed, or could not be started, counted from zero after a start that lasted
-    `reset_after` seconds. An error of the first start is raised.
+    When one is lost all start again: always after one was preempted, saved, and left with status 75, but ten times in a
+    row if that took less than ten minutes; `max_failures` times after one was killed or failed, or could not be
+    started, counted from zero after a start that lasted `reset_after` seconds. An error of the first start is raised.
 
     SIGTERM, SIGINT and SIGHUP are passed on to the workers, which have `grace` seconds to save in, and nothing is
     started again. Nothing that was started runs afterwards. Returns the exit status for this process: 0 done, 2 a
-    mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up.
+    mistake of the user, 75 preempted, 130 Ctrl-C twice, 1 given up (75 if the last start was preempted).
     """
     received = list[signal.Signals]()
     group: WorkerGroup | None = None
-    starts = failures = 0
+    starts = failures = hangs = 0
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
@@ -224,7 +226,13 @@ def supervise(
             lasted = time.monotonic() - began
             if lasted >= reset_after:
                 failures = 0
-            failures += status != EXIT_PREEMPTED
+            if status == EXIT_PREEMPTED:
+                hangs = hangs + 1 if lasted < _HANGS_WITHIN else 0
+            else:
+                failures += 1
+            if hangs > _MAX_HANGS:
+                say(f"launch: {reason}; given up after {_MAX_HANGS} starts again, none of which lasted ten minutes")
+                return EXIT_PREEMPTED
             if failures > max_failures:
                 say(f"launch: {reason}; given up after {max_failures} failures")
                 return 1

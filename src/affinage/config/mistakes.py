@@ -62,6 +62,8 @@ def settings_at(model: type[Settings], loc: Sequence[str | int]) -> type[Setting
     for key in loc:
         if isinstance(key, int):
             continue  # an entry of a list is described by the list's annotation
+        if [member.__name__ for member in members] == [key]:
+            continue  # pydantic's name of the only class in a union
         if len(members) > 1:
             kinds = {each: [each.__name__, *get_args(each.model_fields["kind"].annotation)] for each in members}
             if any(key in names for names in kinds.values()):
@@ -90,6 +92,7 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings], with
     if kind == "value_error":
         return f"`{dotted}`: {details['ctx']['error']}", ""
     wanted = ", or ".join(dict.fromkeys(each["msg"].partition(", unable")[0] for each in group))
+    wanted = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", wanted).replace("a valid tuple", "a list")
     must = f", and must be {wanted.replace('Input should be ', '')}" if wanted.startswith("Input") else f": {wanted}"
     if value is None:
         return f"`{dotted}` is empty{must}", "Leave it out for the default."

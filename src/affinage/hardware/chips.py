@@ -188,7 +188,12 @@ def _gpus(name: str, word: str, count: int) -> Slice:
     if count < 1 or rest:
         fix = f"Try {word}x{max(1, round(count / _GPUS_OF_BOX)) * _GPUS_OF_BOX}."
         raise UserError(f"{count} GPUs do not make whole boxes of {_GPUS_OF_BOX}", where="--on", fix=fix)
-    known, share = CHIPS[_GPUS[word]], float(os.environ.get("XLA_CLIENT_MEM_FRACTION", _JAX_TAKES))
+    variable = "XLA_CLIENT_MEM_FRACTION"
+    try:
+        share = float(os.environ.get(variable) or _JAX_TAKES)
+    except ValueError as error:
+        raise UserError(f"{os.environ[variable]!r} is not a number", where=variable, fix="Such as 0.9.") from error
+    known = CHIPS[_GPUS[word]]
     gpu = dataclasses.replace(known, usable_bytes=int(share * (known.memory_bytes or 0)))
     return Slice(name, gpu, (boxes, count // boxes), (False, False), boxes)
 

@@ -74,6 +74,12 @@ def resolve(name: str, runs: Path) -> Target:
     if not targets:
         if Path(word).suffix in _RECIPE_SUFFIXES:
             find_recipe(word)  # raises, with the nearest file beside it
+        run_name, _, part = word.rpartition("/")
+        run = next((place.parent for place in places if run_name and (place.parent / RECIPE).is_file()), None)
+        if run is not None:
+            there = ", ".join(step for step in RESULTS if read_manifest(run / step)) or "no results"
+            run_it = f"Run it: {command('run', run_name, '--until', part, runs=runs)}\n  " if part in RESULTS else ""
+            raise UserError(f"the run `{run_name}` has no `{part}`", fix=f"{run_it}It has {there}.")
         made, packaged = run_names(runs), [*packaged_recipes()]
         listed = f"Runs in {runs}: {', '.join(made) or 'none'}. Packaged recipes: {', '.join(packaged)}."
         what = f"`{word}` is no run, no model and no recipe"

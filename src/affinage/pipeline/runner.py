@@ -18,7 +18,7 @@ from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.data.json_files import write_json
 from affinage.data.places import is_url
 from affinage.differing import differing
-from affinage.errors import UserError
+from affinage.errors import UserError, first_line
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from affinage.pipeline.step import Step, StepContext, located, print_line
@@ -216,9 +216,14 @@ class PipelineRunner:
             self._note(steps)
             requests = {planned.name: planned.request for planned in steps}
             if remote is not None:
-                for request in requests.values():
-                    if self.store.is_complete(request) and remote.manifest(request) is None:
-                        remote.put(request)
+                try:
+                    for request in requests.values():
+                        if self.store.is_complete(request) and remote.manifest(request) is None:
+                            remote.put(request)
+                except UserError as error:
+                    if not all(planned.reason == _COMPLETE for planned in steps):
+                        raise
+                    remote.failure = first_line(error)  # the server is silent, and nothing is needed from it
                 if all(planned.complete for planned in steps):
                     remote.bring(list(requests), requests, small=True)
                     self._note(steps)

@@ -97,9 +97,11 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
         for metric, value in line.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 training.curves.setdefault(metric, []).append((step, value))
-        for dataset, validated in line.get("validation", {}).items():
-            if validated.get("loss") is not None:
-                training.validation.setdefault(dataset, []).append((step, validated["loss"]))
+        if "validation" not in line:
+            continue
+        for dataset, validated in TrainingResult.model_validate(line).validation.items():
+            if validated.loss is not None:
+                training.validation.setdefault(dataset, []).append((step, validated.loss))
     return training
 
 

@@ -53,13 +53,12 @@ class Series(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A value in a row of a chart, with its standard error and the text beside it; `row` is the label of the row."""
+    """A share in a row of a chart, with its standard error; `row` is the label of the row."""
 
     row: str
     value: float
     error: float
     color: int
-    text: str = ""
 
 
 class Figure(NamedTuple):
@@ -116,25 +115,20 @@ def line_figure(
     return Figure(title, drawing, series if len(series) > 1 or series[0].label != title else (), note, packed)
 
 
-def row_chart(
-    bars: Sequence[Bar], guesses: Mapping[str, float], x: Axis, label: str, t: Language, *, shares: bool = True
-) -> Markup:
-    """One row per label: values under each other, with lines of one standard error each way and their texts.
+def row_chart(bars: Sequence[Bar], guesses: Mapping[str, float], x: Axis, label: str, t: Language) -> Markup:
+    """One row per label, on an axis from 0 to 1: values under each other, with lines of one standard error each way.
 
-    `guesses` are what guessing gets, by row; `shares` are on an axis from 0 to 1, other values on one from 0 to the
-    largest. On a narrow page labels stand above their rows.
+    `guesses` are what guessing gets, by row. On a narrow page labels stand above their rows.
     """
     values: list[Spec] = []
     counts: Counter[str] = Counter()
     for one in bars:
-        high = min(1.0, one.value + one.error) if shares else one.value + one.error
-        place = {"place": str(counts[one.row]), "low": max(0.0, one.value - one.error), "high": high}
-        values.append({"row": one.row, "value": one.value, "text": one.text} | place | _look(one.color))
+        ends = {"low": max(0.0, one.value - one.error), "high": min(1.0, one.value + one.error)}
+        values.append({"row": one.row, "place": str(counts[one.row]), "value": one.value} | ends | _look(one.color))
         counts[one.row] += 1
     marks = [{"row": row, "value": value} for row, value in guesses.items()]
-    most = 1.0 if shares else 1.3 * max((value["high"] for value in values), default=1.0) or 1.0  # with room for texts
-    group = (12 if shares else 17) * max(counts.values(), default=1)  # pixels
-    return _drawn("rows", WIDE, label, t, values=values, guesses=marks, most=most, group=group, x_axis=x)
+    group = 12 * max(counts.values(), default=1)  # pixels
+    return _drawn("rows", WIDE, label, t, values=values, guesses=marks, group=group, x_axis=x)
 
 
 def _look(color: int) -> Spec:

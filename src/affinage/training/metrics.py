@@ -341,5 +341,5 @@ class Profiler:
         """Close the trace after its last step; `values` are ready when the devices are done with this step."""
         if self._running and step >= self._last:
             jax.block_until_ready(values)
-            jax.profiler.stop_trace()
             self._running = False
+            jax.profiler.stop_trace()
