@@ -113,6 +113,13 @@ def _pattern(word: str) -> str:
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "gpt2_on_tpu.ipynb"
 
 
+def test_the_sizes_for_an_accelerator_are_settings():
+    (cell,) = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "if SMALL:" in cell.source]
+    names = {"SMALL": False, "devices": range(8), "MESH": {"data": 8}, "SOURCES": ["text/"], "VOCABULARY": 8192}
+    exec(cell.source, names)
+    assert names["gpt2"].recipe.pretrain.batch_size == 64
+
+
 def executed(folder: Path, mesh: str | None) -> tuple[str, list[tuple[int, float]]]:
     """What its cells print, and the losses, after another line for the mesh."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)

@@ -79,6 +79,13 @@ def test_a_search_that_finds_nothing_names_why(name, overrides, named):
     refused(lambda: found(name, *overrides), match=named)
 
 
+def test_where_nothing_leaves_a_tenth_what_fits_nearly_is_proposed_and_said_so(affinage, monkeypatch):
+    for module in ("plan", "search"):
+        monkeypatch.setattr(f"affinage.planning.{module}.NEARLY_FULL", 0.0)
+    status, out, _ = affinage("plan", SMALL, "--on", "v5e-1", "--search", *settings(*TINY))
+    assert status == 0 and "to paste into the recipe" in out and "More than 90 %" in out and "--compile" in out
+
+
 def test_only_axes_of_which_there_is_something_are_tried():
     assert any("expert" in sizes for sizes in divided("v4-8", "pretrain.batch_size=16", recipe="moe-small"))
     assert not any("expert" in sizes for sizes in divided("v4-8"))
@@ -149,6 +156,11 @@ def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent
 
 def test_the_mesh_is_of_the_heads():
     assert shape(10240, find_slice("v4-128"))[-1] == "mesh={fsdp: 4, tensor: 16}"
+
+
+@pytest.mark.parametrize("width", [200, 0])
+def test_a_width_without_whole_heads_is_refused(width):
+    refused(lambda: shape(width, WHERE), match="no whole heads of 128")
 
 
 def test_the_estimate_knows_that_layers_are_updated_in_place():

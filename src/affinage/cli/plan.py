@@ -264,8 +264,11 @@ def _search(planned: _Planned, where: Slice, compile_step: bool) -> _Answer:
             lines = yaml.safe_dump(facts[-1]["settings"], sort_keys=False, default_flow_style=None)
             paste = f"The best of them, to paste into the recipe:\n\n{lines.rstrip()}"
     ways = f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"
-    counts = {"candidates": candidates, "estimated": estimated}
-    return counts | {"best": facts}, [ways, table(rows), "\n" + (paste or "The compiler refused all of them.")]
+    view = [ways, table(rows)]
+    if best[0][1].nearly_full and not compile_step:
+        view.append("\nMore than 90 % of a device's memory, by the estimate: check whether they fit, with --compile.")
+    view.append("\n" + (paste or "The compiler refused all of them."))
+    return {"candidates": candidates, "estimated": estimated, "best": facts}, view
 
 
 def _capacity(planned: _Planned, where: Slice, width: int, tries: int) -> _Answer:
@@ -291,8 +294,7 @@ def _capacity(planned: _Planned, where: Slice, width: int, tries: int) -> _Answe
         facts["times_fax"] = made.facts.parameters / parameters
         times = f"{facts['times_fax']:.2f} times as many"
         view.append(f"FAX reached {parameters / 1e9:.1f}B at {seconds:.2f} s a step: {times}.")
-    view.append(
-        "\n" + command("plan", planned.name, "--on", where.name, *(word for each in chosen for word in ("--set", each)))
-    )
+    words = [word for each in chosen for word in ("--set", each)]
+    view.append("\n" + command("plan", planned.name, "--on", where.name, *words))
     facts |= {"overrides": chosen, "attempts": {tried: vars(report) for tried, report in reports.items()}}
     return facts, view

@@ -342,18 +342,18 @@ class Engine:
 
     def _dispatch(self, program: Any, requests: Sequence[EngineRequest], *arrays: np.ndarray, **static: Any) -> Array:
         """Run a program on the donated cache, with one row for each request; return the tokens that it chose."""
-        params: Any = [each.params for each in requests]
-        columns: Any = Rows(
-            token=np.array([(each.tokens or each.prompt)[-1] for each in requests], np.int32),
-            position=np.array([len(each.prompt) + len(each.tokens) - 1 for each in requests], np.int32),
-            generated=np.array([len(each.tokens) for each in requests], np.int32),
-            limit=np.array([each.limit for each in requests], np.int32),
-            number=np.array([each.index for each in requests], np.int32),
-            ignore_eos=np.array([each.ignore_eos for each in params]),
-            sampling=SamplingTensors.of(params),
-        )
+        numbers = {
+            "token": [(each.tokens or each.prompt)[-1] for each in requests],
+            "position": [len(each.prompt) + len(each.tokens) - 1 for each in requests],
+            "generated": [len(each.tokens) for each in requests],
+            "limit": [each.limit for each in requests],
+            "number": [each.index for each in requests],
+        }
+        columns: dict[str, Any] = {name: np.array(values, np.int32) for name, values in numbers.items()}
+        columns["ignore_eos"] = np.array([each.params.ignore_eos for each in requests])
+        columns["sampling"] = SamplingTensors.of([each.params for each in requests])
         cache, self._cache = self._cache or self._empty(slots=self.slots, length=self.length), None
-        rows, arrays = jax.tree.map(self.model.place, (columns, arrays))
+        rows, arrays = jax.tree.map(self.model.place, (Rows(**columns), arrays))
         self._cache, emitted = program(self._params, cache, rows, *arrays, **static)
         return emitted
 

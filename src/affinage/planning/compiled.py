@@ -223,6 +223,9 @@ FAX = {("v4-16", 5120): (13.7e9, 0.87), ("v4-128", 10240): (86.6e9, 1.52), ("v4-
 
 def shape(width: int, where: Slice) -> list[str]:
     """The overrides for a model of `width`, with heads of 128, and a mesh of `tensor` and, beside it, `fsdp`."""
+    if width < HEAD or width % HEAD:
+        fix = f"Take a multiple of {HEAD}, such as {max(width, 0) // HEAD * HEAD + HEAD}."
+        raise UserError(f"width {width} has no whole heads of {HEAD}", where="--width", fix=fix)
     heads = width // HEAD
     tensor = math.gcd(heads, where.devices, _MOST_TENSOR)
     ffn = math.ceil(_FFN * width / _FFN_MULTIPLE) * _FFN_MULTIPLE

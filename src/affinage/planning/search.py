@@ -72,7 +72,7 @@ class Candidate:
 def search(
     recipe: Recipe, graph: Graph, where: Slice, count: int = 3, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[list[tuple[Candidate, Plan]], int, int]:
-    """The `count` fastest settings that take at most 90 % of a device's memory, best first, by the estimate.
+    """The `count` fastest settings that take at most 90 % of a device's memory, or else that fit, best first.
 
     Candidates are estimated in the order of a time that they cannot stay below, until the best are known: the result is
     the same as if all had been estimated. Twice the micro-batches must save 1 %. A sharding table of the recipe's is
@@ -92,23 +92,25 @@ def search(
         # No step stays below its share of the whole one's operations, with its own collectives and bubble.
         least = _BOUND * step_time(device, whole=wholes[candidate.remat]).seconds
         queue.append((order(candidate, least), candidate))
-    best: list[tuple[Order, Candidate, Plan]] = []
-    refused: list[Candidate] = []
+    queue.sort(key=lambda entry: entry[0])
     estimated = 0
-    for bound, candidate in sorted(queue, key=lambda entry: entry[0]):
-        if len(best) >= count and best[count - 1][0] <= bound:
-            break  # none of the others can be faster
-        if any(candidate.keeps_all_of(other) for other in refused):
-            continue
-        plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
-        progress(f"{estimated} of {len(queue):,} ways estimated in full")
-        if plan.memory.total <= NEARLY_FULL * plan.capacity:
-            insort(best, (order(candidate, plan.time.seconds), candidate, plan), key=lambda entry: entry[0])
-        else:
-            refused.append(candidate)
-    if best:
-        return [(candidate, plan) for _, candidate, plan in best[:count]], len(queue), estimated
-    what = f"none of {len(queue)} ways to split {recipe.name} over {where.name} fits with a tenth to spare"
+    for share in (NEARLY_FULL, 1.0):
+        best: list[tuple[Order, Candidate, Plan]] = []
+        refused: list[Candidate] = []
+        for bound, candidate in queue:
+            if len(best) >= count and best[count - 1][0] <= bound:
+                break  # none of the others can be faster
+            if any(candidate.keeps_all_of(other) for other in refused):
+                continue
+            plan, estimated = make_plan(candidate.put_into(recipe), graph, where), estimated + 1
+            progress(f"{estimated} estimated in full, of {len(queue):,} ways")
+            if plan.memory.total <= share * plan.capacity:
+                insort(best, (order(candidate, plan.time.seconds), candidate, plan), key=lambda entry: entry[0])
+            else:
+                refused.append(candidate)
+        if best:
+            return [(candidate, plan) for _, candidate, plan in best[:count]], len(queue), estimated
+    what = f"none of {len(queue)} ways to split {recipe.name} over {where.name} fits"
     if not queue:
         what = f"no mesh of {where.name} divides {recipe.name}, or its weights and moments alone fill each device"
     fix = "Take more or larger devices, or a smaller model; `affinage plan --which` compares slices."
