@@ -121,8 +121,9 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     changed = [*overrides, *(only(training, loaded.recipe) if training else ())]
     tokenizer = read_result(run / "train-tokenizer", TokenizerResult)
     if tokenizer and tokenizer.vocabulary and loaded.recipe.tokenizer.kind == "char":  # one id for each character
-        nodes = loaded.recipe.model["nodes"].items()
-        automatic = [node for node, layer in nodes if isinstance(layer, dict) and layer.get("vocab") == "auto"]
+        nodes = loaded.recipe.model.get("nodes")
+        named = nodes.items() if isinstance(nodes, dict) else ()  # what is wrong with others is reported below
+        automatic = [node for node, layer in named if isinstance(layer, dict) and layer.get("vocab") == "auto"]
         changed += [f"model.nodes.{node}.vocab={tokenizer.vocabulary}" for node in automatic]
     if changed != overrides:
         loaded = load_recipe(file, changed, left_out=None if of_run is None else [])
