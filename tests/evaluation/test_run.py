@@ -77,6 +77,20 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
     assert len({line["prompt_hash"] for line in lines}) == 4 and len({line["target_hash"] for line in lines}) == 3
 
 
+def test_core_is_the_mean_over_its_tasks_of_scores_centered_on_chance(tmp_path):
+    metrics = {"winogrande": "acc", "piqa": "acc_norm", "arc_challenge": "acc_norm"}
+    for name, text in (("winogrande", "sentence"), ("piqa", "goal"), ("arc_challenge", "question")):
+        row = json.loads((write_items(tmp_path, [name]) / f"{name}.jsonl").read_text())
+        rows = [json.dumps(row | {text: f"{number}. {row[text]}"}) for number in range(12)]  # ten of them are examples
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    results = evaluate(tiny_llama(), ["core"], data_dir=tmp_path, limit=6)
+    tasks = results["tasks"]
+    scores = [(tasks[name]["metrics"][metric]["value"], tasks[name]["chance"]) for name, metric in metrics.items()]
+    centered = [(score - chance) / (1 - chance) for score, chance in scores]
+    assert results["core"] == {"centered_mean": pytest.approx(sum(centered) / 3), "tasks": 3}
+    assert {name: tasks[name]["num_fewshot"] for name in metrics} == {"winogrande": 0, "piqa": 10, "arc_challenge": 10}
+
+
 def test_items_are_drawn_by_a_seed(world, tmp_path):
     def drawn(name, **settings):
         evaluate(tiny_llama(), ["pocket-world"], world=world, folder=tmp_path / name, **settings)

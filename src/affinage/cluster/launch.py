@@ -25,8 +25,8 @@ _AFTER = {0: 60.0, EXIT_PREEMPTED: 40.0, EXIT_USER_ERROR: 5.0}  # seconds for th
 _AFTER_DEATH = 1.0  # seconds: the others are in a collective that never ends
 _QUICK = 20.0  # seconds: a group that fails within them may do so for ever, so the next start waits
 _PAUSE = 10.0  # seconds
-# A group that is preempted in less than so many seconds, and so often in a row, hangs at the same place for ever.
-_HANGS_WITHIN, _MAX_HANGS = 600.0, 10
+_HANGS_WITHIN = 600.0  # seconds: a group that leaves with status 75 within them may hang at the same place each time
+_MAX_HANGS = 10  # such starts in a row
 _DEAD_WITHIN = 10.0  # seconds for the kernel to take a killed process away
 _LOOK_EVERY = 0.05  # seconds
 _THREADS = "16"  # of XLA's pool: with fewer, the collectives of several CPU devices of a process wait for each other

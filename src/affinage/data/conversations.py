@@ -66,8 +66,8 @@ def parse_conversation(item: Item, *, where: str, name: str) -> Example:
     answer, question = (next((key for key in keys if key in item), "") for keys in (_ANSWERS, _QUESTIONS))
     messages: list[Any] = next((item[key] for key in _MESSAGES if isinstance(item.get(key), list)), [])
     if not messages and answer and (question or "instruction" in item):
-        asked = _turns(item[question], "user") if question else [_instruction(item)]
-        messages = [*asked, *_turns(item[answer], "assistant")]
+        prompt = _turns(item[question], "user") if question else [_instruction(item)]
+        messages = [*prompt, *_turns(item[answer], "assistant")]
     if not messages:
         what = f"this line has {sorted(item)}, which is no conversation"
         raise UserError(what, where=where, fix=f"A conversation has {_CONVERSATION}.")

@@ -40,10 +40,10 @@ def write_world(folder: Path | str, *, megabytes: float = 3.0, seed: int = 0) ->
     rng = random.Random(f"{seed}/planted")
     documents += planted_documents(documents, rng)
     rng.shuffle(documents)
-    asked = exchanges(facts, used_sums, random.Random(f"{seed}/chats"))
-    chats = conversations(asked, random.Random(f"{seed}/talks"))
-    pairs = preferences(asked, facts, random.Random(f"{seed}/preferences"))
-    tasks = build_tasks(facts, held_out_sums, held_out_scenes, asked, seed)
+    exchanges = make_exchanges(facts, used_sums, random.Random(f"{seed}/chats"))
+    chats = conversations(exchanges, random.Random(f"{seed}/talks"))
+    pairs = preferences(exchanges, facts, random.Random(f"{seed}/preferences"))
+    tasks = build_tasks(facts, held_out_sums, held_out_scenes, exchanges, seed)
 
     def write(name: str, lines: Iterable[Any]) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,27 +80,27 @@ def _ask(fact: Fact, template: str, language: str) -> Exchange:
     return Exchange(fact.fill(template, language), fact.statement(language), fact.relation, language, fact)
 
 
-def exchanges(facts: Sequence[Fact], sums: Sequence[Fact], rng: random.Random) -> list[Exchange]:
+def make_exchanges(facts: Sequence[Fact], sums: Sequence[Fact], rng: random.Random) -> list[Exchange]:
     """Return all single questions: each fact in each language it is stated in, calculations, greetings."""
-    asked = []
+    exchanges = []
     for language in LANGUAGES:
         for fact in (fact for fact in facts if language in fact.stated):
             templates = rng.sample(fact.templates("questions", language), PHRASINGS)
-            asked += [_ask(fact, template, language) for template in templates]
+            exchanges += [_ask(fact, template, language) for template in templates]
         for fact in rng.sample(sums, SUMS_ASKED):
             exchange = _ask(fact, rng.choice(fact.templates("questions", language)), language)
-            asked.append(exchange._replace(kind="arithmetic", fact=None))
+            exchanges.append(exchange._replace(kind="arithmetic", fact=None))
         greetings = table("prose")["greetings"][language]
-        asked += [Exchange(question, answer, "greeting", language) for question, answer in greetings]
-    return asked
+        exchanges += [Exchange(question, answer, "greeting", language) for question, answer in greetings]
+    return exchanges
 
 
-def conversations(asked: Sequence[Exchange], rng: random.Random) -> list[Item]:
+def conversations(exchanges: Sequence[Exchange], rng: random.Random) -> list[Item]:
     """Return the lines of chat.jsonl, in random order: every question alone, and once more within a talk."""
-    talks = [[exchange] for exchange in asked for _ in range(3 if exchange.kind == "greeting" else 1)]
+    talks = [[exchange] for exchange in exchanges for _ in range(3 if exchange.kind == "greeting" else 1)]
     for language in LANGUAGES:
-        mine = [exchange for exchange in asked if exchange.lang == language and exchange.kind != "greeting"]
-        greetings = [exchange for exchange in asked if exchange.lang == language and exchange.kind == "greeting"]
+        mine = [exchange for exchange in exchanges if exchange.lang == language and exchange.kind != "greeting"]
+        greetings = [exchange for exchange in exchanges if exchange.lang == language and exchange.kind == "greeting"]
         waiting = rng.sample(mine, len(mine))
         while waiting:
             turns = [waiting.pop() for _ in range(min(len(waiting), rng.choice((2, 2, 3))))]
@@ -123,10 +123,10 @@ def conversations(asked: Sequence[Exchange], rng: random.Random) -> list[Item]:
     return lines
 
 
-def preferences(asked: Sequence[Exchange], facts: Sequence[Fact], rng: random.Random) -> list[Item]:
+def preferences(exchanges: Sequence[Exchange], facts: Sequence[Fact], rng: random.Random) -> list[Item]:
     """Return the lines of preferences.jsonl: the rejected answer is false, curt, or in the other language."""
     pairs = []
-    for exchange in asked:
+    for exchange in exchanges:
         if (fact := exchange.fact) is None:
             continue
         language, other = exchange.lang, {"en": "fr", "fr": "en"}[exchange.lang]
@@ -167,9 +167,9 @@ def _fact_tasks(facts: Sequence[Fact], language: str, rng: random.Random) -> dic
 
 
 def build_tasks(
-    facts: Sequence[Fact], sums: Sequence[Fact], scenes: Sequence[Scene], asked: Sequence[Exchange], seed: int
+    facts: Sequence[Fact], sums: Sequence[Fact], scenes: Sequence[Scene], exchanges: Sequence[Exchange], seed: int
 ) -> dict[str, list[Item]]:
-    """Return the items by task; `sums` and `scenes` are the held-out ones, `asked` the questions of the chats."""
+    """Return the items by task; `sums` and `scenes` are the held-out ones, `exchanges` the questions of the chats."""
     tasks: dict[str, list[Item]] = {}
     for language in LANGUAGES:
         items = _fact_tasks(facts, language, random.Random(f"{seed}/tasks/{language}"))
@@ -188,7 +188,7 @@ def build_tasks(
             phenomenon, error = rng.choice(sorted(scene.wrong(language).items()))
             pair = rng.sample([scene.text(language), error], 2)
             items["agreement"].append({"choices": pair, "answer": 1 - pair.index(error), "phenomenon": phenomenon})
-        chosen = rng.sample([exchange for exchange in asked if exchange.lang == language], CHAT_ITEMS)
+        chosen = rng.sample([exchange for exchange in exchanges if exchange.lang == language], CHAT_ITEMS)
         items["chat"] = [{"question": each.question, "answer": each.answer, "kind": each.kind} for each in chosen]
         tasks |= {f"pocket_{kind}_{language}": found for kind, found in items.items()}
     return tasks
