@@ -115,10 +115,8 @@ def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
     if not any(file.kind for file in files):
         what = f"no such file or folder, or nothing in it that can be read: {url!r}"
         what += f"; found {', '.join(file.name for file in files[:3])}" if files else ""
-        fix = (
-            "Name a file, a folder or a URL of .txt, .md, .jsonl, .warc, .wet, MediaWiki's .xml (also .gz, .bz2, .xz, "
-        )
-        fix += ".zst) or .parquet. Relative paths start from `data.root`, else from the working directory."
+        fix = "Name a file, a folder or a URL of .parquet, .txt, .md, .jsonl, .warc, .wet, or MediaWiki's .xml, also "
+        fix += "with .gz, .bz2, .xz or .zst. Relative paths start from `data.root`, else from the working directory."
         raise UserError(what, where=where, fix=fix)
     return files
 

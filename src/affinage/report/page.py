@@ -256,17 +256,17 @@ def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[
     return {key: values for key, values in differing(recipes) if key.split(".")[0] not in _NAMES}
 
 
-def render_comparison(found: Comparison, language: str | None = None) -> str:
+def render_comparison(compared: Comparison, language: str | None = None) -> str:
     """The comparison as one self-contained HTML page, in English or French."""
     t = language_of(language)
-    evaluations = {one.name: one.evaluation for one in found.entrants if one.evaluation}
+    evaluations = {one.name: one.evaluation for one in compared.entrants if one.evaluation}
     return render_template(
         "comparison.html.j2",
         t,
-        found=found,
-        summaries={one.name: summary(one.facts, t.code) if one.is_run else "" for one in found.entrants},
+        compared=compared,
+        summaries={one.name: summary(one.facts, t.code) if one.is_run else "" for one in compared.entrants},
         brief=brief,
-        losses=[figure for name in MODELS if (figure := _loss_figure(found, name, t))],
+        losses=[figure for name in MODELS if (figure := _loss_figure(compared, name, t))],
         scores=score_figure(evaluations, t, t("Scores side by side")),
         notes=notes,
     )
@@ -283,10 +283,10 @@ def notes(differences: Sequence[Difference], t: Language) -> list[str]:
     return [t("Differences in these tasks are not of the models alone: {tasks}.", tasks=listed)] if tasks else []
 
 
-def _loss_figure(found: Comparison, name: str, t: Language) -> Figure | None:
+def _loss_figure(compared: Comparison, name: str, t: Language) -> Figure | None:
     """The losses of one training in all runs that have it, against tokens."""
     series = []
-    for place, one in enumerate(found.entrants):
+    for place, one in enumerate(compared.entrants):
         training = one.facts.training(name)
         if training is None or not training.result.tokens or not training.result.steps:
             continue
