@@ -14,7 +14,7 @@ import tiny_graphs
 from affinage.config.load import load_recipe
 from affinage.model import ApplyConfig, abstract_params, apply, parse
 from affinage.model.graph import analyze, parameters
-from affinage.model.layers.dense import Logits
+from affinage.model.layers.embedding import Logits
 
 GRAPHS = {
     "grouped queries": tiny_graphs.llama(attention={"kv_heads": 2}),

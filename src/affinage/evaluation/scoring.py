@@ -20,7 +20,7 @@ from affinage.generation.engine import LoadedModel, logits_of
 from affinage.hardware.chips import chip
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
-from affinage.model.layers.dense import multiply_out
+from affinage.model.layers.embedding import multiply_out
 from affinage.parallel import MeshLayout
 
 LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are

@@ -28,7 +28,7 @@ from affinage.model.apply_config import ApplyConfig
 from affinage.model.forward import apply, for_decoding, init_cache
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
-from affinage.model.layers.dense import Logits, multiply_out
+from affinage.model.layers.embedding import Logits, multiply_out
 from affinage.parallel import MeshLayout
 
 TOP_LOGPROBS = 20  # the largest number of alternatives of a token

@@ -23,7 +23,8 @@ from affinage.errors import UserError
 from affinage.model.graph import Graph, Node, parse
 from affinage.model.layer import Layer, PyTree, map_parameters
 from affinage.model.layers.block import TransformerBlock
-from affinage.model.layers.dense import Dropout, Embedding, LayerNorm, LearnedPositions, RmsNorm, Unembed
+from affinage.model.layers.dense import Dropout, LayerNorm, RmsNorm
+from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
 
 Tensors = Mapping[str, NDArray[Any]]
 Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}

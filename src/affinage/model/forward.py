@@ -16,7 +16,7 @@ from jaxtyping import Array, PRNGKeyArray
 from affinage.model.apply_config import NAMED, ApplyConfig, PyTree
 from affinage.model.graph import Graph, Node
 from affinage.model.layer import BATCH, SEQUENCE, Batch, LayerContext, Loss, Pairs, ParamSpec, Result, map_parameters
-from affinage.model.layers.dense import Unembed
+from affinage.model.layers.embedding import Unembed
 from affinage.model.layers.losses import REFERENCE, PreferenceLoss
 from affinage.model.lora import Adapters
 

@@ -26,7 +26,7 @@ from affinage.model.layer import (
     map_parameters,
     parameters_in,
 )
-from affinage.model.layers.dense import Embedding, LearnedPositions
+from affinage.model.layers.embedding import Embedding, LearnedPositions
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]

@@ -19,7 +19,7 @@ from affinage.hardware.chips import Chip, Slice, chip, cpu
 from affinage.model.forward import batch_shapes
 from affinage.model.graph import Node
 from affinage.model.layer import parameters_in
-from affinage.model.layers.dense import Embedding, LearnedPositions
+from affinage.model.layers.embedding import Embedding, LearnedPositions
 from affinage.model.layers.moe import MoeSettings
 from affinage.parallel.sharding import AXES, REPLICAS, STAGES
 from affinage.planning.per_device import PerDevice

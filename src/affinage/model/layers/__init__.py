@@ -1,4 +1,5 @@
 """The layers that come with the package; importing this registers them."""
 
 from affinage.model.layers import block as block
+from affinage.model.layers import embedding as embedding
 from affinage.model.layers import losses as losses

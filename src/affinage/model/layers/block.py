@@ -32,8 +32,8 @@ from affinage.model.layers.dense import (
     dense_parameters,
     dense_together,
     drop,
-    positions_of,
 )
+from affinage.model.layers.embedding import positions_of
 from affinage.model.layers.moe import MoeSettings
 
 Tables = tuple[Float[Array, "B S d"], Float[Array, "B S d"]]  # cosines and sines

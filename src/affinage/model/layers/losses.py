@@ -22,7 +22,7 @@ from affinage.model.layer import (
     ShapeMismatch,
     register_layer,
 )
-from affinage.model.layers.dense import multiply_out, without_padding
+from affinage.model.layers.embedding import multiply_out, without_padding
 
 WHOLE_BYTES = 2**30  # `chunk: auto` computes logits in one piece up to this size in float32 on a device ...
 CHUNK_TOKENS = 8192  # ... and beyond it for this many tokens of a device at a time
