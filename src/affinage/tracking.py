@@ -35,7 +35,7 @@ class TrackedRun:
     name: str  # recipe/training
     recipe: str = ""
     runs: Path = Path()  # the folder of all runs, for what is written on this machine
-    id: str = ""  # what `start` returned at the training's first start; "" at the first
+    id: str = ""  # of the tracker at the training's first start; "" at that start
     start: int = 0  # the step that it resumes from
     facts: Mapping[str, Any] = field(default_factory=dict)  # JSON-able: settings, mesh, versions
 
@@ -90,10 +90,10 @@ class Trackers:
     def log(self, row: Mapping[str, Any]) -> None:
         """Hand over a line of metrics.jsonl."""
         for name, lines in self._lines.items():
-            if lines.qsize() >= WAITING:
-                self._report(name, f"is slower than the training: it loses lines, {WAITING:,} wait for it")
-            elif self._threads[name].is_alive():
+            if lines.qsize() < WAITING:
                 lines.put(row)
+            else:
+                self._report(name, f"is slower than the training: it loses lines, {WAITING:,} wait for it")
 
     def __enter__(self) -> "Trackers":
         for thread in self._threads.values():
