@@ -93,6 +93,8 @@ def test_a_training_without_an_end_has_its_curve_and_how_far_it_is(run: Path):
     page = render(collect_facts(run)).replace("\u00a0", " ")
     section = page[page.index('<section id="unfinished"') :].partition("</section>")[0]
     assert "Pretraining is unfinished: step 600 of 9,000." in section and "Loss</b>" in section
+    shutil.rmtree(run / "sft")
+    assert summary(collect_facts(run), "en").startswith("A training that is not complete. ")
     assert '<section id="pretrain"' not in page and "inachevé, au pas" in render(collect_facts(run), "fr")
 
 
