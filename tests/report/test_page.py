@@ -108,6 +108,7 @@ FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|simila
 61.0k of 150k tokens are trained
 Benchmarks searched for in the text|1,234|· quiz · 17|any out for validation: notes.fr.
 17 have reasoning that the chat template does not write
+loss on pocket-world.fr has risen from 0.910 at step 500 to 1.02 at step 600
 Fullest expert|Dropped choices"""
 
 
