@@ -158,13 +158,13 @@ def _view(results: dict[str, Any]) -> Iterator[Any]:
     yield from (f"{note}: {', '.join(names)}" for note, names in notes.items() if names)
     if facts := results.get("contamination"):
         yield f"\n{counted(facts['texts'], 'training text')} searched for the items."
-        found = [
+        rows = [
             {"task": task, "items": entry["items"], "found": len(entry["found"] + entry["common"])}
             | {"metric": metric, "without them": _number(rest["value"]), "±": _number(rest["stderr"])}
             for task, entry in facts["tasks"].items()
             for metric, rest in entry["without"].items()
         ]
-        yield from [table(found)] if found else []
+        yield from [table(rows)] if rows else []
 
 
 def _number(value: float | None) -> str:

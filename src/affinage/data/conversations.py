@@ -161,8 +161,8 @@ def open_source(
     """
     source = located(settings.sources[index].as_source(), settings)
     place = str(world_file) if source.path == POCKET_WORLD and world_file is not None else source.place
-    source, found = find_parts(source, place, place, of_text=False)
-    parts = [part for part in found if part.kind in ("lines", "table", "dataset")]
+    source, parts = find_parts(source, place, place, of_text=False)
+    parts = [part for part in parts if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
         raise UserError("no conversations found", where=place, fix=fix)
