@@ -143,6 +143,7 @@ LONG = [{"role": "user", "content": "long " * CONTEXT}]
         ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
         ({"messages": MESSAGES[::-1]}, 400, "message 2"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 2**20}]}, 413, "1,048,576 bytes"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
