@@ -171,10 +171,10 @@ def _weights_and_biases(run: TrackedRun, project: str = "", mode: str = "offline
 
     run.runs.mkdir(parents=True, exist_ok=True)  # neither command line, environment nor code is sent:
     off = "silent disable_git disable_code disable_job_creation x_disable_meta x_disable_stats".split()
-    settings = wandb.Settings(console="off", **dict.fromkeys(off, True))
-    how: dict[str, Any] = {"project": project or run.recipe, "name": run.name, "mode": mode, "settings": settings}
+    settings: dict[str, Any] = {"console": "off", **dict.fromkeys(off, True)}
+    how: dict[str, Any] = {"project": project or run.recipe, "name": run.name, "mode": mode}
     how |= {"id": run.id or None, "resume": "allow", "config": dict(run.facts), "dir": str(run.runs)}
-    started = wandb.init(**how)
+    started = wandb.init(settings=wandb.Settings(**settings), **how)
     started.define_metric("*", step_metric="step")  # W&B's own step must never go back; a training's may
     return Tracker(
         str(started.id),

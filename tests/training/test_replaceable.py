@@ -36,11 +36,11 @@ class InMemory(CheckpointStore):
     def wait(self, timeout: float | None = None) -> None: ...
 
     def restore_newest(
-        self, abstract: Mapping[str, Any], accept: Callable[[Mapping[str, Any]], None], before: float
+        self, abstract: Mapping[str, Any], accept: Callable[[Mapping[str, Any]], None], before: int | None
     ) -> Any:
         if not self.kept:
             return None
-        step = max(step for step in self.kept if step < before)
+        step = max(step for step in self.kept if before is None or step < before)
         state, meta = self.kept[step]
         accept(meta)
         return step, tiny.placed(state, dict(abstract)), meta

@@ -155,7 +155,7 @@ class CheckpointStore:
         self,
         abstract: Mapping[str, PyTree],
         accept: Callable[[Facts], object] = lambda facts: None,
-        before: float = float("inf"),
+        before: int | None = None,
     ) -> tuple[int, dict[str, PyTree], Facts] | None:
         """Step, state and facts of the newest step `before` a step that is intact; None if nothing was ever saved.
 
@@ -166,7 +166,7 @@ class CheckpointStore:
         """
         processes = Processes.at_work()
         known = processes.broadcast("checkpoints", [*steps_in(self.folder).items()], seconds=IO_TIMEOUT)
-        for step, reason in reversed([each for each in known if each[0] < before]):
+        for step, reason in reversed([each for each in known if before is None or each[0] < before]):
             if not reason:
                 try:
                     return step, *self._read(step, abstract, accept)

@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -47,7 +46,7 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self._store.wait()  # for the save in flight, which an error in the loop must not take with it
 
-    def restore(self, before: float = math.inf) -> Restored:
+    def restore(self, before: int | None = None) -> Restored:
         """The newest intact checkpoint `before` a step; without any, the one that is extended, or the first weights."""
         job, abstract, steps = self._job, self._trainer.abstract, self._store.steps()
         self._watchdog.beat("the restore", at_most=(2 + len(steps)) * IO_TIMEOUT)
@@ -64,7 +63,7 @@ class Checkpointer:
                     frozen.save(0, {"params": state.frozen}, {})
                     frozen.wait()
                 checksums(state.named())  # compiled now: the first save may come within a grace period
-        if before == math.inf:
+        if before is None:
             self.resumed_at = [*meta.get("resumed_at", []), *([step] if step else [])]
         self._saved_at = time.monotonic()
         return step, state, meta
@@ -151,14 +150,7 @@ class Checkpointer:
 def identity(trainer: Trainer) -> dict[str, Any]:
     """What decides about the numbers of a run, as JSON: model, settings, seed, batch size, data, plug-ins' code."""
     job = trainer.job
-    facts = {
-        **job.settings.deciding(),
-        "batch_size": trainer.rows,
-        "model": job.graph.to_dict(),
-        "seed": job.seed,
-        "data": dict(job.data),
-    }
-    if job.code:
-        facts["code"] = dict(job.code)
+    facts = job.settings.deciding() | {"batch_size": trainer.rows, "model": job.graph.to_dict(), "seed": job.seed}
+    facts |= {"data": dict(job.data)} | ({"code": dict(job.code)} if job.code else {})
     del facts["per_device_batch_size"]  # it depends on the devices; what counts is how many rows there were
     return dict(json.loads(json.dumps(facts)))

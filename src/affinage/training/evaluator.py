@@ -26,8 +26,7 @@ class Evaluator:
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is evaluated."""
-        monitor = self._job.monitor
-        return self._validates(step) or (monitor is not None and monitor.due(step))
+        return self._validates(step) or (self._job.monitor is not None and self._job.monitor.due(step))
 
     def __call__(self, step: int, state: TrainState, logger: MetricLogger, *, resumed: bool = False) -> str:
         """Evaluate the state after a step, write the scores, and return why the training should end here, or "".

@@ -79,7 +79,12 @@ class HealthMonitor:
         self.skipped = sorted({*(s for s in self.skipped if s > step - self._settings.window), step})
         if torn or policy == "rollback":  # an update that was applied to some layers only cannot be skipped
             self.rollback_from = step
-        if why := self._why_to_stop():
+        why = ""
+        if self.rollback_from is not None and len(self.rollbacks) >= _ROLLBACKS:
+            why = f"the run has rolled back {_ROLLBACKS} times"
+        elif len(self.skipped) >= self._settings.max_skips:
+            why = f"{len(self.skipped)} updates within {self._settings.window} steps had to be skipped"
+        if why:
             self._write("stopped")
             raise TrainingDiverged(f"{why}, the last at step {step}, whose loss was {self._event['loss']}")
         if self.rollback_from is None:
@@ -95,13 +100,6 @@ class HealthMonitor:
         self.rollbacks.append([seen_at, to])
         self.skipped = [step for step in self.skipped if step <= to]
         self.rollback_from = None
-
-    def _why_to_stop(self) -> str:
-        if self.rollback_from is not None and len(self.rollbacks) >= _ROLLBACKS:
-            return f"the run has rolled back {_ROLLBACKS} times"
-        if len(self.skipped) >= self._settings.max_skips:
-            return f"{len(self.skipped)} updates within {self._settings.window} steps had to be skipped"
-        return ""
 
     def _write(self, action: str, **more: Any) -> None:
         if self._path is not None:

@@ -41,7 +41,7 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
     graph, schedule = split.graph, learning_rate(settings.schedule, settings.steps)
     node = _repeated(graph)
     name, last_layer = node.name, node.layers - 1
-    layer_axes = jax.tree.map(lambda axes: axes[1:], logical_axes(graph)[name], is_leaf=_is_axes)
+    layer_axes = jax.tree.map(lambda axes: axes[1:], logical_axes(graph)[name], is_leaf=lambda x: isinstance(x, tuple))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with_key = replace(config, key=random_key(seed, Purpose.DROPOUT, state.step))
@@ -91,7 +91,7 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
             weights = _at(params, index)
             _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
             grads, grad = pullback(grad)
-            grads = jax.tree.map(lambda axes, g: config.layout.constrain(g, axes), layer_axes, grads, is_leaf=_is_axes)
+            grads = jax.tree.map(config.layout.constrain, grads, layer_axes)
             new, new_state, facts = update({name: weights}, _at(states, index), {name: grads}, number + 1)
             return _put(params, new[name], index), _put(states, new_state, index), grad, total + facts
 
@@ -156,10 +156,6 @@ def _repeated(graph: Graph) -> Node:
 
 def _optimizer(graph: Graph, settings: TrainSettings, params: PyTree) -> optax.GradientTransformation:
     return make_optimizer(settings.optimizer, {name: decayed(graph)[name] for name in params})
-
-
-def _is_axes(tree: Any) -> bool:
-    return isinstance(tree, tuple)
 
 
 def _at(tree: PyTree, index: Any) -> PyTree:

@@ -141,14 +141,11 @@ class Trainer:
 
     def begin(self) -> TrainState:
         """The state before the first step."""
-        job, abstract = self.job, self.abstract
+        job, abstract, dtype = self.job, self.abstract, jnp.dtype(self.job.settings.precision.params)
 
         def draw(declared: Declared, like: PyTree) -> PyTree:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-            drawn = jax.jit(
-                lambda key: init_params(declared, key, jnp.dtype(job.settings.precision.params)),
-                out_shardings=shardings,
-            )
+            drawn = jax.jit(lambda key: init_params(declared, key, dtype), out_shardings=shardings)
             return drawn(random_key(job.seed, Purpose.INITIAL_WEIGHTS))
 
         def others(params: PyTree) -> TrainState:
