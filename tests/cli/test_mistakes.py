@@ -1,6 +1,7 @@
 """A mistake ends with status 2 and one message that names the place or the nearest name; nothing is left behind."""
 
 import json
+import logging
 import re
 import shlex
 from pathlib import Path
@@ -103,6 +104,10 @@ def test_debug_shows_where_it_came_from_wherever_it_stands(affinage):
     for words in (["--debug", "run", "nothing"], ["run", "nothing", "--debug"]):
         status, _, said = affinage(*words)
         assert status == 2 and "Traceback" in said
+
+
+def test_an_error_of_a_bucket_is_not_logged_beside_its_message():
+    assert not logging.getLogger("gcsfs").isEnabledFor(logging.ERROR)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The entry point of the program `affinage`: it runs a verb and turns errors into messages and exit statuses."""
 
 import importlib
+import logging
 import sys
 import traceback
 import warnings
@@ -16,6 +17,7 @@ from affinage.secrets import masked
 from affinage.stopping import left_when_done
 
 _EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the errors that it raises, with a traceback
 for _name in "run data checkpoint eval plan hub chat config".split():
     importlib.import_module(f"affinage.cli.{_name}")  # which registers its verbs, in the order of the help
 
