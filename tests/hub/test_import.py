@@ -275,6 +275,9 @@ def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path)
     index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "both" in refused(tensors)
+    config = json.loads((folder / CONFIG).read_text()) | {"num_attention_heads": "eight"}
+    (folder / CONFIG).write_text(json.dumps(config))
+    assert f"{folder / CONFIG}: " in refused(None)
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_stays(tmp_path):
