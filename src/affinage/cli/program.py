@@ -87,4 +87,7 @@ def _mistake_in(error: Exception) -> errors.UserError | None:
         return errors.UserError(f"this needs the package `{package}`", fix=fix)
     if isinstance(error, UnicodeError):
         return errors.UserError(f"this is not UTF-8: {error}", fix="Convert it: iconv -f latin1 -t utf-8 FILE")
+    if isinstance(error, FileNotFoundError | FileExistsError) and error.filename:
+        fix = "Was it deleted or moved, or does a link lead nowhere? --debug shows what needs it."
+        return errors.UserError((error.strerror or "").lower(), where=str(error.filename), fix=fix)
     return error if isinstance(error, errors.UserError) else errors.of_the_machine(error)
