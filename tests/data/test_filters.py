@@ -46,6 +46,8 @@ def test_every_rule_counts_what_it_removes(tmp_path):
     assert summary["bytes_out"] == sum(len(row["text"].encode()) for row in rows)
     assert summary["by_language"]["fr"] == {"documents": 1, "bytes": len(FRENCH.encode())}
     assert summary["by_source"]["s"]["documents"] == 2
+    error = refused(run, tmp_path / "nothing", ["short", "tiny"])
+    assert "2 are too short" in error.what and "d0 of s: 5 characters" in error.what
 
 
 def test_lengths_are_counted_after_repair_and_letters_without_space(tmp_path):
@@ -80,11 +82,6 @@ def test_what_a_source_declares_must_be_found_and_what_a_record_claims_is_not_be
     assert summary["removed"] == {} and {row["language_score"] for row in rows} == {None}
 
 
-def test_mistakes_are_one_message(tmp_path):
-    error = refused(run, tmp_path / "nothing", ["short", "tiny"])
-    assert "2 are too short" in error.what and "d0 of s: 5 characters" in error.what
-
-
 def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch):
     pytest.importorskip("datatrove")
     documents = [ENGLISH, "\n".join([ENGLISH] * 5), FRENCH + " {}."]
@@ -99,18 +96,14 @@ def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch
         run(tmp_path / "wrong", documents, FilterSettings(datatrove={"GopherRepetitionFilter": {"nonsense": 1}}))
     with pytest.raises(ValueError, match="GopherRepetitionFilter"):
         FilterSettings(datatrove={"ParquetWriter": {}})
-    monkeypatch.setitem(sys.modules, "datatrove.pipeline.filters", None)
-    error = refused(lambda: run(tmp_path / "missing", documents, FilterSettings(datatrove=filters)))
-    assert "affinage[filters]" in error.fix and error.where == "data.filters.datatrove"
-
-
-def test_addresses_are_replaced_before_anything_else_sees_them(tmp_path):
-    pytest.importorskip("datatrove")
-    documents = [f"{ENGLISH} Write to jane@harbour.org or 8.8.8.8.", "jane@harbour.org"]
     addresses = {"email_replacement": "email@example.com", "ip_replacement": "192.0.2.1"}
-    summary, rows = run(tmp_path, documents, FilterSettings(datatrove={"PIIFormatter": addresses}))
+    with_addresses = [f"{ENGLISH} Write to jane@harbour.org or 8.8.8.8.", "jane@harbour.org"]
+    summary, rows = run(tmp_path / "addresses", with_addresses, FilterSettings(datatrove={"PIIFormatter": addresses}))
     assert rows[0]["text"] == f"{ENGLISH} Write to email@example.com or 192.0.2.1."
-    assert summary["samples"]["too short"][0]["text"] == "email@example.com"
+    assert summary["samples"]["too short"][0]["text"] == "email@example.com", "replaced before anything else sees them"
+    monkeypatch.setitem(sys.modules, "datatrove.pipeline.filters", None)
+    error = refused(run, tmp_path / "missing", documents, FilterSettings(datatrove=filters))
+    assert "affinage[filters]" in error.fix and error.where == "data.filters.datatrove"
 
 
 def test_a_text_in_two_languages_of_the_recipe_can_pass_by_both_together(tmp_path):
