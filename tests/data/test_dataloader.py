@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from affinage.data.dataloader import (
-    SLOTS,
-    DataLoader,
-    components_of,
-    make_batch,
-    prefetch,
-    segments,
-    stages_of,
-)
+from affinage.data.dataloader import SLOTS, DataLoader, components_of, make_batch, prefetch, segments, stages_of
 from affinage.data.order import permuted
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import best_fit, concatenate

@@ -12,8 +12,6 @@ from affinage.errors import UserError
 from source_forms import rows_of, write_documents
 
 GROUPS = [("news", "en", 200), ("news", "fr", 40), ("books", "en", 25), ("books", "fr", 10)]
-
-
 ALL = [
     {"id": f"{language}{i}", "source": source, "language": language, "text": f"text {i} of {source} in {language}"}
     for source, language, count in GROUPS

@@ -24,8 +24,6 @@ from source_forms import write_documents
 from tiny_corpus import write_split
 
 CONTEXT = 32
-
-
 Documents = dict[tuple[str, str], str]  # text by source and id
 
 

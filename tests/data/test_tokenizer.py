@@ -98,16 +98,15 @@ def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path):
         assert str(tmp_path) in refused(Tokenizer, tmp_path).where
 
 
-def test_the_sample_is_balanced_over_languages(split_folder: Path):
+def test_the_sample_is_balanced_over_languages_and_what_one_lacks_goes_to_the_others(
+    split_folder: Path, tmp_path: Path
+):
     (texts, shares), (others, _) = (
         balanced_sample(split_folder / "train", ("en", "fr"), 10_000, seed=seed) for seed in (0, 1)
     )
     assert abs(shares["en"] - shares["fr"]) <= 1
     assert sum(len(text.encode()) for text in texts) == pytest.approx(10_000, abs=10)
     assert others != texts
-
-
-def test_what_one_language_lacks_of_the_sample_goes_to_the_others(tmp_path: Path):
     rows = [("en", 60), ("fr", 10), ("de", 20), ("en", 60)]
     write_documents(tmp_path, [{"text": "a" * size, "language": language} for language, size in rows])
     texts, shares = balanced_sample(tmp_path, ("en", "fr"), 100, seed=0)
