@@ -12,11 +12,15 @@ from affinage.errors import UserError
 Affinage = Callable[..., tuple[int, str, str]]
 
 
+def set_words(*settings: str) -> list[str]:
+    """The words of settings, each of which stands after `--set`."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def run(*words: str | Path, settings: Iterable[str] = (), status: int = 0) -> None:
-    """Call it with words and settings, each of which stands after `--set`; it must end with the status."""
-    overrides = [word for setting in settings for word in ("--set", setting)]
+    """Call it with words and settings; it must end with the status."""
     with pytest.raises(SystemExit) as ended:
-        main([*map(str, words), *overrides])
+        main([*map(str, words), *set_words(*settings)])
     assert (ended.value.code or 0) == status
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from run_affinage import set_words
 from tiny_run import RECIPE, WORDS
 
 
@@ -43,8 +44,8 @@ def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs: Pa
 
 def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
     grid = "sweep={pretrain.schedule.peak_lr: [1.0e+30, 3.0e-3]}"
-    words = [word for section in ("sft", "dpo", "evaluate", "export") for word in ("--set", f"{section}=null")]
-    words += ["--set", "pretrain.health={max_skips: 1}", "--set", grid]
+    absent = (f"{section}=null" for section in ("sft", "dpo", "evaluate", "export"))
+    words = set_words(*absent, "pretrain.health={max_skips: 1}", grid)
     status, out, said = affinage("sweep", str(RECIPE), "--runs", str(own_runs), *words, "--json")
     diverged, trained = json.loads(out)
     assert status == 2 and "tiny-001 failed" in said and "had to be skipped" in diverged["error"]

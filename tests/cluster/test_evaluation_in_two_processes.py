@@ -11,6 +11,7 @@ from sqlitedict import SqliteDict
 from affinage.evaluation.run import evaluate
 from affinage.pipeline.opening import open_model
 from choice_task import sums, write_task
+from run_affinage import set_words
 
 pytestmark = pytest.mark.full
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
@@ -41,8 +42,7 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]
         f"evaluate={{tasks: ['{task}', pocket-world], limit: 3}}",
         "export=null",
     ]
-    words = [word for setting in settings for word in ("--set", setting)]
-    return folder / "runs", task, launched(TINY, "--runs", str(folder / "runs"), *words)
+    return folder / "runs", task, launched(TINY, "--runs", str(folder / "runs"), *set_words(*settings))
 
 
 def test_scores_in_the_loop_and_looks_at_benchmarks_are_those_of_the_checkpoints(road: tuple[Path, str, list[str]]):

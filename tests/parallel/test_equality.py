@@ -56,12 +56,6 @@ def test_an_axis_of_two_sends_what_it_needs_and_computes_the_same(kind, sizes, p
     assert step.memory_analysis().alias_size_in_bytes >= bytes_of_a_device
 
 
-def test_two_axes_together():
-    parallel = {"sharding": {"residual": ["context", "tensor"]}}
-    one = meshes.program(SMALL["dense"], {"fsdp": 2, "tensor": 2}, micro_batches=2, parallel=parallel)
-    meshes.assert_same_as_on_one_device(one, 3)
-
-
 def test_replicas_with_sums_of_their_own_are_one_training():
     """They add up the gradients of their own micro-batches, and nothing is sent in between."""
     described = SMALL["dense"].to_dict()

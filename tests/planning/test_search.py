@@ -4,14 +4,14 @@ import json
 
 import pytest
 import yaml
-from small_plans import SMALL, plan_of, rarer, settings
+from small_plans import SMALL, plan_of, rarer
 
 from affinage.config.load import load_recipe
 from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
 from affinage.planning.search import Candidate, candidates, curve, order, search
-from run_affinage import refused
+from run_affinage import refused, set_words
 
 TINY = ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=4"]
 TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
@@ -82,7 +82,7 @@ def test_a_search_that_finds_nothing_names_why(name, overrides, named):
 def test_where_nothing_leaves_a_tenth_what_fits_nearly_is_proposed_and_said_so(affinage, monkeypatch):
     for module in ("plan", "search"):
         monkeypatch.setattr(f"affinage.planning.{module}.NEARLY_FULL", 0.0)
-    status, out, _ = affinage("plan", SMALL, "--on", "v5e-1", "--search", *settings(*TINY))
+    status, out, _ = affinage("plan", SMALL, "--on", "v5e-1", "--search", *set_words(*TINY))
     assert status == 0 and "to paste into the recipe" in out and "More than 90 %" in out and "--compile" in out
 
 
@@ -106,7 +106,7 @@ def test_the_lines_to_paste_and_the_overrides_are_the_settings():
 
 
 def test_the_verb_prints_a_table_and_json(affinage):
-    words = [SMALL, "--on", "v4-8", "--search", *settings(*TINY)]
+    words = [SMALL, "--on", "v4-8", "--search", *set_words(*TINY)]
     assert "to paste into the recipe" in affinage("plan", *words)[1]
     status, out, _ = affinage("plan", *words, "--json")
     best = json.loads(out)["best"]

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from html_page import plain
 from synthetic_run import write_json
 
 from affinage.config.load import load_recipe
