@@ -16,10 +16,6 @@ from affinage.report.page import card_facts, summary
 from affinage.results import TrainingResult
 
 
-def plain(text: str) -> str:
-    return text.replace("\u202f", " ").replace("\xa0", " ")
-
-
 def of_one_stage(folder: Path, stage: str, result: dict, recipe: dict | None = None) -> Path:
     write_json(folder / stage / "manifest.json", {"step": stage})
     write_json(folder / stage / "result.json", result)
