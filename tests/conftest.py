@@ -47,7 +47,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from run_affinage import affinage  # noqa: F401
+from run_affinage import affinage, answer  # noqa: F401
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

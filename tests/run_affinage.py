@@ -1,5 +1,6 @@
 """The program, run in the process of the test."""
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,18 @@ def affinage(capsys: pytest.CaptureFixture[str]) -> Affinage:
             main(list(words))
         shown = capsys.readouterr()
         return ended.value.code or 0, shown.out, shown.err  # type: ignore[return-value]
+
+    return run
+
+
+@pytest.fixture
+def answer(affinage: Affinage) -> Callable[..., Any]:
+    """Call it with words and `--json`: the document that it prints, where nothing is wrong."""
+
+    def run(*words: str) -> Any:
+        status, out, said = affinage(*words, "--json")
+        assert status == 0, said
+        return json.loads(out)
 
     return run
 

@@ -1,6 +1,5 @@
 """`eval` says what was left out or cut and what others published, and its answers are not passed off as another's."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -34,11 +33,10 @@ def test_tasks_for_chat_models_and_those_asked_in_the_template_are_named(here: P
     assert "in the chat template: talk" in (chat := told("tiny")) and "left out" not in chat
 
 
-def test_cut_items_and_items_in_the_text_are_reported(here: Path, affinage):
+def test_cut_items_and_items_in_the_text_are_reported(here: Path, affinage, answer):
     items = sums(3)
     items[1]["question"] *= 40
-    shown = json.loads(affinage("data", "head", "tiny", "--part", "train", "--json", "--limit", "1")[1])
-    items[2]["question"] = shown[0]["text"][:300]
+    items[2]["question"] = answer("data", "head", "tiny", "--part", "train", "--limit", "1")[0]["text"][:300]
     task, piqa = write_task(here / "task", "plain", items), str(write_items(here / "items", ["piqa"], copies=2))
     status, out, said = affinage("eval", "tiny/pretrain", "--tasks", f"{task},piqa", "--data-dir", piqa)
     assert status == 0, said

@@ -1,7 +1,5 @@
 """`affinage plan --search` and `--curve`: what they propose fits, divides and is the fastest."""
 
-import json
-
 import pytest
 import yaml
 from small_plans import SMALL, plan_of, rarer
@@ -105,12 +103,11 @@ def test_the_lines_to_paste_and_the_overrides_are_the_settings():
     assert set_again.pretrain.gradient_accumulation_steps == 2
 
 
-def test_the_verb_prints_a_table_and_json(affinage):
+def test_the_verb_prints_a_table_and_json(affinage, answer):
     words = [SMALL, "--on", "v4-8", "--search", *set_words(*TINY)]
     assert "to paste into the recipe" in affinage("plan", *words)[1]
-    status, out, _ = affinage("plan", *words, "--json")
-    best = json.loads(out)["best"]
-    assert status == 0 and len(best) == 3 and best[0]["plan"]["fits"]
+    best = answer("plan", *words)["best"]
+    assert len(best) == 3 and best[0]["plan"]["fits"]
 
 
 @pytest.mark.full

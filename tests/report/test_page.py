@@ -152,7 +152,7 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
 # ---- the verb
 
 
-def test_one_line_and_the_file_and_a_french_one_beside_it(run: Path, monkeypatch, affinage):
+def test_one_line_and_the_file_and_a_french_one_beside_it(run: Path, monkeypatch, affinage, answer):
     monkeypatch.chdir(run.parent)
     words = ("report", "synthetic", "--runs", ".")
     status, out, _ = affinage(*words)
@@ -160,9 +160,9 @@ def test_one_line_and_the_file_and_a_french_one_beside_it(run: Path, monkeypatch
     page = (run / "report.html").read_text()
     assert status == 0 and line.startswith("A model of 1.44M parameters") and line in page
     assert "synthetic/report.html" in place
-    status, out, _ = affinage(*words, "--lang", "fr", "--out", "ici/rapport.html", "--json")
-    told, french = json.loads(out), (run.parent / "ici/rapport.html").read_text()
-    assert status == 0 and told["language"] == "fr" and told["report"] == "ici/rapport.html"
+    told = answer(*words, "--lang", "fr", "--out", "ici/rapport.html")
+    french = (run.parent / "ici/rapport.html").read_text()
+    assert told["language"] == "fr" and told["report"] == "ici/rapport.html"
     assert told["bytes"] == len(french.encode()) and told["summary"] in french and '<html lang="fr">' in french
     assert (run / "report.html").read_text() == page
 
@@ -213,11 +213,9 @@ def test_the_page_says_what_the_runs_say_in_both_languages(runs: Path):
     assert "Réglages qui diffèrent" in french.shown and "75,0 %" in french.shown and "Settings" not in french.shown
 
 
-def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, affinage):
-    words = ("compare", "small", "wide", "bare", "--runs", str(runs), "--html", str(tmp_path / "c.html"), "--json")
-    status, out, _ = affinage(*words)
-    told = json.loads(out)
-    assert status == 0 and [run["name"] for run in told["runs"]] == ["small", "wide", "bare"]
+def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, answer):
+    told = answer("compare", "small", "wide", "bare", "--runs", str(runs), "--html", str(tmp_path / "c.html"))
+    assert [run["name"] for run in told["runs"]] == ["small", "wide", "bare"]
     assert told["settings"] == [{"key": "pretrain.steps", "values": [60, 120, 60]}]
     results = json.loads((runs / "small" / "evaluate-sft" / "results.json").read_text())["tasks"]
     stated = {task: {name: one["value"] for name, one in found["metrics"].items()} for task, found in results.items()}
