@@ -22,9 +22,7 @@ def test_what_points_have_in_common_is_made_once(tmp_path: Path, answer):
     ("key", "values", "trained"),
     [("report.language", ["en", "fr"], 0), pytest.param("dpo.steps", [4, 2], 1, marks=pytest.mark.full)],
 )
-def test_every_point_is_run_and_the_table_has_its_losses_and_scores(
-    own_runs: Path, key, values, trained, affinage, answer
-):
+def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs, key, values, trained, affinage, answer):
     words = ("sweep", *WORDS, "--runs", str(own_runs), "--set", f"sweep={{{key}: [{values[0]}, {values[1]}]}}")
     before = {path.name for path in (own_runs / "store").iterdir()}
     told = answer(*words)

@@ -87,9 +87,7 @@ def test_processes_that_are_killed_again_and_again_change_no_bit(alone: Path, tm
 
 @FULL
 @pytest.mark.parametrize(("process", "number"), [(0, signal.SIGSTOP), (1, signal.SIGSTOP), (1, 0)])
-def test_a_process_that_is_stopped_or_hangs_is_missed_and_the_run_continues(
-    alone: Path, tmp_path: Path, process: int, number: int
-):
+def test_a_process_that_is_stopped_or_hangs_is_missed_and_the_run_continues(alone, tmp_path, process, number):
     runtime = {"heartbeat_timeout": 10, "hang_timeout": 20}
     launcher = Training(tmp_path / "run", STEPS, hurts=[(process, 6, int(number))], runtime=runtime)
     assert launcher.run(failures=1) == 0, "\n".join(launcher.said)

@@ -86,9 +86,7 @@ def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_neve
     assert feed.batch(0)["tokens"].shape == (4, 32)  # it can be tried again
 
 
-def test_after_a_failed_upload_only_the_rest_is_written_and_the_bytes_are_the_same(
-    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
-):
+def test_after_a_failed_upload_only_the_rest_is_written_and_the_bytes_are_the_same(store, split_folder, bpe, tmp_path):
     packed(split_folder, bpe, tmp_path / "whole/rows", "memory://whole")
     for store.failing in ("broken/rows/train/tales.en/tokens-00001", ""):
         try:

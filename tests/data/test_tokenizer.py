@@ -98,9 +98,7 @@ def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path):
         assert str(tmp_path) in refused(Tokenizer, tmp_path).where
 
 
-def test_the_sample_is_balanced_over_languages_and_what_one_lacks_goes_to_the_others(
-    split_folder: Path, tmp_path: Path
-):
+def test_the_sample_is_balanced_over_languages_and_what_one_lacks_goes_to_the_others(split_folder, tmp_path):
     (texts, shares), (others, _) = (
         balanced_sample(split_folder / "train", ("en", "fr"), 10_000, seed=seed) for seed in (0, 1)
     )

@@ -116,7 +116,7 @@ def test_what_is_compiled_is_the_model_that_was_estimated(recipe, tmp_path, answ
         "tokenizer": {"kind": "char", "vocab_size": 50_000},
         "model": model,
     }
-    words = recipe(**given, packing={"seq_len": 16}, pretrain={"batch_size": 2})
+    words = recipe(base=SMALL, plugins=["cubes.py"], pretrain={"batch_size": 2}, **given)
     told = answer("plan", *words, "--on", "cpu", "--compile")
     state = sum(told["memory"][part] for part in ("weights", "optimizer", "batch"))
     assert told["compiled"]["argument_bytes"] == pytest.approx(state, rel=0.01)
