@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from sqlitedict import SqliteDict
 
+import tiny
 from affinage.evaluation.run import evaluate
 from affinage.pipeline.opening import open_model
 from choice_task import sums, write_task
@@ -47,8 +48,7 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]
 
 def test_scores_in_the_loop_and_looks_at_benchmarks_are_those_of_the_checkpoints(road: tuple[Path, str, list[str]]):
     runs, task, said = road
-    rows = [json.loads(line) for line in (runs / "tiny" / "pretrain" / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "evaluation" in row]
+    rows = [row for row in tiny.lines(runs / "tiny" / "pretrain") if "evaluation" in row]
     looks = json.loads((runs / "tiny" / "sft" / "monitor.json").read_text())["points"]
     assert [row["step"] for row in rows] == [0, 2, 4] and [look["step"] for look in looks] == [0, 1, 2]
     models = (open_model(name, runs) for name in ("tiny/pretrain", "tiny/sft@2"))

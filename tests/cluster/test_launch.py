@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from affinage.cluster import launch, processes
@@ -148,13 +149,6 @@ def test_a_mistake_that_the_processes_of_a_launch_find_ends_it_with_one_message_
     assert not any("Traceback" in line for line in said), said
 
 
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_with_it(tmp_path: Path):
     said: list[str] = []
     script = f"echo in $AFFINAGE_PROCESS_ID of $AFFINAGE_NUM_PROCESSES; sleep 600 & echo $! > {tmp_path}/child; exit 3"
@@ -164,7 +158,8 @@ def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_wi
     assert {(each.worker, each.status) for each in exits} == {(0, 3), (1, 3)}
     assert set(said) == {"0 | in 0 of 2", "1 | in 1 of 2"}
     group.kill()
-    until(lambda: not alive(int((tmp_path / "child").read_text())))
+    child = int((tmp_path / "child").read_text())
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
     with pytest.raises(FileNotFoundError):
         start_processes([str(tmp_path / "nothing")], {}, 2, said.append)
 
@@ -246,23 +241,20 @@ OPEN_MPI = {
 }
 
 
-def environment(index: int, address: str) -> dict[str, str]:
+def at(index: int, address: str) -> dict[str, str]:
+    """The environment of a process."""
     place = {processes.COORDINATOR: address, processes.NUM_PROCESSES: "2", processes.PROCESS_ID: str(index)}
     return os.environ | place
 
 
 def test_processes_agree_on_the_least_and_on_the_firsts_word_and_one_that_does_not_come_is_named():
     held, address = reserved_port()
-    command = [sys.executable, "-c", AGREE]
-    both = [
-        subprocess.Popen(command, env=environment(index, address), stdout=subprocess.PIPE, text=True)
-        for index in range(2)
-    ]
+    pipe = {"stdout": subprocess.PIPE, "text": True}
     with held:
-        first, second = [
-            [line for line in each.communicate(timeout=300)[0].splitlines() if "Gloo" not in line] for each in both
-        ]
+        both = [subprocess.Popen([sys.executable, "-c", AGREE], env=at(index, address), **pipe) for index in range(2)]
+        said = [each.communicate(timeout=300)[0].splitlines() for each in both]
     assert [each.returncode for each in both] == [0, 0]
+    first, second = ([line for line in lines if "Gloo" not in line] for lines in said)
     agreed = "[5, 2, 5] ['of', 0]"
     assert second == [agreed] and first[0] == agreed
     assert "`the middle`" in first[1] and "0.5 s" in first[1]
@@ -271,17 +263,13 @@ def test_processes_agree_on_the_least_and_on_the_firsts_word_and_one_that_does_n
 def test_a_process_whose_others_do_not_start_ends_so_that_it_is_started_again(tmp_path: Path):
     held, address = reserved_port()
     command = [sys.executable, "-c", ALONE, str(TINY), str(tmp_path)]
-    places = {f"{address}: process 1 of 2": environment(1, address), "auto: this process": os.environ | OPEN_MPI}
+    places = {f"{address}: process 1 of 2": at(1, address), "auto: this process": os.environ | OPEN_MPI}
     with held:
-        started = {
-            words: subprocess.Popen(command, env=place, stderr=subprocess.PIPE, text=True)
-            for words, place in places.items()
-        }
-        for words, process in started.items():
-            stderr = process.communicate(timeout=300)[1]
-            assert process.returncode == 1, stderr
-            assert f"{words} did not meet the others" in stderr
-            assert "Traceback" not in stderr and "stack trace" not in stderr
+        both = [subprocess.Popen(command, env=place, stderr=subprocess.PIPE, text=True) for place in places.values()]
+        for words, process in zip(places, both, strict=True):
+            said = process.communicate(timeout=300)[1]
+            assert process.returncode == 1 and f"{words} did not meet the others" in said, said
+            assert "Traceback" not in said and "stack trace" not in said
 
 
 def test_the_environment_gives_a_process_its_place(monkeypatch: pytest.MonkeyPatch):

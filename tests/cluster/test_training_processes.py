@@ -3,13 +3,13 @@
 Two processes have half of the devices each; they compute together by `jax.distributed` and Gloo.
 """
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
 from training_process import BEFORE_STEPS, Training, ended_alike
 
+import tiny
 from affinage.cluster import launch
 
 FULL = pytest.mark.full
@@ -104,8 +104,7 @@ def test_a_batch_that_is_not_finite_in_one_process_is_judged_alike_by_all(tmp_pa
         settings = {"health": {"on_nonfinite": policy}}
         launcher = Training(tmp_path / f"{workers}", STEPS, workers, nonfinite=[8], settings=settings)
         assert launcher.run() == 0, "\n".join(launcher.said)
-        events = [json.loads(line) for line in (launcher.folder / "health.jsonl").read_text().splitlines()]
-        done.append([(event["step"], event["action"]) for event in events])
+        done.append([(event["step"], event["action"]) for event in tiny.lines(launcher.folder, "health.jsonl")])
         folders.append(launcher.folder)
     assert done[0] == done[1] == [(8, "skipped" if policy == "skip" else "rolled back")]
     assert ended_alike(*folders, STEPS)

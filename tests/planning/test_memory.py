@@ -23,8 +23,6 @@ from affinage.training.state import split_params
 from affinage.training.trainer import Trainer, TrainJob
 
 CONTEXT = 16
-
-
 GRAPH = parse(tiny_graphs.llama(layers=4, vocabulary=128))
 
 
