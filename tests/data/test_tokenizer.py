@@ -91,13 +91,6 @@ def test_a_vocabulary_that_cannot_be_is_refused_with_one_that_can(tmp_path: Path
             train_tokenizer(split_of(tmp_path / kind), tmp_path, TokenizerSettings(kind=kind), ("en",), seed=0)
 
 
-def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path):
-    for content in (None, "{}", "x", '{"model": {"vocab": {"a": "b"}}}'):
-        if content is not None:
-            (tmp_path / "tokenizer.json").write_text(content)
-        assert str(tmp_path) in refused(Tokenizer, tmp_path).where
-
-
 def test_the_sample_is_balanced_over_languages_and_what_one_lacks_goes_to_the_others(split_folder, tmp_path):
     (texts, shares), (others, _) = (
         balanced_sample(split_folder / "train", ("en", "fr"), 10_000, seed=seed) for seed in (0, 1)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from html_page import plain
-from synthetic_run import write_json
+from synthetic_run import change, write_json
 
 from affinage.config.load import load_recipe
 from affinage.hardware.chips import find_slice
@@ -31,7 +31,7 @@ def test_curves_pairs_and_the_analysis_of_a_whole_run_are_read(facts):
     assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))
 
 
-def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts, change):
+def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts):
     with change(run / "pretrain" / "result.json") as result:
         result["seconds"] |= {"paused": 7200.0, "total": result["seconds"]["total"] + 7200.0}
     with change(run / "pretrain" / "manifest.json") as manifest:

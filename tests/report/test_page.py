@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from html_page import Page
-from synthetic_run import HOSTILE, build_run, write_json
+from synthetic_run import HOSTILE, build_run, change, write_json
 
 from affinage.config.yaml import brief
 from affinage.report import collect_facts, render, write_report
@@ -36,13 +36,11 @@ def test_well_formed_in_order_and_accessible(page: str):
     assert all(region.get("aria-label") for region in parsed.all("div") if region.get("role") == "region")
 
 
-def test_items_of_benchmarks_in_the_training_text_are_listed(tmp_path: Path):
-    run = build_run(tmp_path)
-    file = run / "evaluate-sft" / "results.json"
-    results = json.loads(file.read_text())
-    task, entry = next(iter(results["tasks"].items()))
-    seen = {"items": 9, "found": [3], "common": [5], "without": entry["metrics"]}
-    file.write_text(json.dumps(results | {"contamination": {"texts": 7, "ngram": 13, "tasks": {task: seen}}}))
+def test_items_of_benchmarks_in_the_training_text_are_listed(run: Path):
+    with change(run / "evaluate-sft" / "results.json") as results:
+        task, entry = next(iter(results["tasks"].items()))
+        seen = {"items": 9, "found": [3], "common": [5], "without": entry["metrics"]}
+        results["contamination"] = {"texts": 7, "ngram": 13, "tasks": {task: seen}}
     assert "3; in many texts each: 5" in Page(render(collect_facts(run), "en")).shown
 
 
@@ -115,7 +113,7 @@ def test_facts_are_on_the_page(pages: dict[str, str], facts):
     assert all(summary(facts, language) in pages[language] for language in LANGUAGES)
 
 
-def test_preferences_are_told_in_their_own_unit(run: Path, change):
+def test_preferences_are_told_in_their_own_unit(run: Path):
     shutil.copytree(run / "sft", run / "dpo")
     with change(run / "dpo" / "manifest.json") as manifest, change(run / "dpo" / "result.json") as summary:
         manifest["step"] = "dpo"
@@ -128,7 +126,7 @@ def test_preferences_are_told_in_their_own_unit(run: Path, change):
 STEPS, SHARES = (0, 100, 200, 300), (0.62, 0.60, 0.55, 0.44)
 
 
-def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Path, change):
+def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Path):
     """Of a fine-tuning whose loss falls while a benchmark does not."""
     looks = [
         {"step": step, "scores": {"winogrande": {"value": share, "stderr": 0.035}}, "worse": []}
