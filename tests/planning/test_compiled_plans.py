@@ -110,12 +110,7 @@ def test_what_is_compiled_is_the_model_that_was_estimated(recipe, tmp_path, answ
     )
     blocks = {"repeat": 1, "ffn": {"kind": "cubes", "width": 32}}
     model = {"nodes": {"embed": {"vocab": "auto", "width": 32}, "blocks": blocks}}
-    given = {
-        "base": SMALL,
-        "plugins": ["cubes.py"],
-        "tokenizer": {"kind": "char", "vocab_size": 50_000},
-        "model": model,
-    }
+    given = {"tokenizer": {"kind": "char", "vocab_size": 50_000}, "packing": {"seq_len": 16}, "model": model}
     words = recipe(base=SMALL, plugins=["cubes.py"], pretrain={"batch_size": 2}, **given)
     told = answer("plan", *words, "--on", "cpu", "--compile")
     state = sum(told["memory"][part] for part in ("weights", "optimizer", "batch"))
