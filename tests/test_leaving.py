@@ -245,7 +245,6 @@ def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow(tmp
 
 # ---- what people and programs meet at the terminal
 
-
 AFFINAGE = [sys.executable, "-m", "affinage"]
 
 

@@ -211,7 +211,6 @@ def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_agai
 
 # ---- how processes find each other
 
-
 AGREE = """
 from affinage.cluster.processes import ProcessLost, init_distributed
 with init_distributed() as processes:

@@ -164,7 +164,6 @@ def test_segments_and_positions_are_counted_as_one_would_by_hand_and_padding_is_
 
 # ---- layouts of documents in rows
 
-
 SEQ_LEN = 12
 lengths_of_documents = st.lists(st.integers(2, 40), min_size=1, max_size=60).map(np.array)
 

@@ -179,7 +179,6 @@ def test_languages_are_told_from_each_other_by_all_of_a_text(text, language):
 
 # ---- repair, and counting characters as Python does
 
-
 ODD = st.sampled_from(
     [
         *"\r\n\t\x00\x0b\x0c\x7f\x85\x92\u00ad\u200b\u200d\u2028\u2581\ufeff\ufffe\u202e éÃ©â€™ÂÅx9-",

@@ -116,7 +116,6 @@ def test_the_tokenizer_is_measured_by_language_and_source(bpe: Tokenizer, split_
 
 # ---- the compiled encoder gives SentencePiece's ids
 
-
 TRAINING = ["it's l'été: (a  b) -- of the, of the. aaaa aaaa == == x1 y22 naïve ça; où? 漢字漢字 " * 5]
 PIECES = ["  ", "\n", "\t", "12", "the", " of the,", "é", "e\u0301", "aaa", "--", "==", "\0", "\r", "字", "_", "²"]
 any_texts = st.lists(

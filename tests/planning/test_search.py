@@ -126,7 +126,6 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
 
 # ---- the most layers, with a compiler that is a line
 
-
 GiB = 2**30
 WHERE = find_slice("v4-16")
 
@@ -151,13 +150,10 @@ def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent
     assert len(reports) <= (12 if silent else 5)
 
 
-def test_the_mesh_is_of_the_heads():
+def test_the_mesh_is_of_whole_heads():
     assert shape(10240, find_slice("v4-128"))[-1] == "mesh={fsdp: 4, tensor: 16}"
-
-
-@pytest.mark.parametrize("width", [200, 0])
-def test_a_width_without_whole_heads_is_refused(width):
-    refused(lambda: shape(width, WHERE), match="no whole heads of 128")
+    for width in (200, 0):
+        refused(shape, width, WHERE, match="no whole heads of 128")
 
 
 def test_the_estimate_knows_that_layers_are_updated_in_place():

@@ -14,6 +14,7 @@ from affinage.config.yaml import brief
 from affinage.report import collect_facts, render, write_report
 from affinage.report.language import LANGUAGES
 from affinage.report.page import Entrant, comparison, differing_settings, render_comparison, summary
+from source_forms import write_lines
 
 REACHING_OUT = {*"iframe object embed form input button img base video audio foreignobject".split()}
 
@@ -75,10 +76,8 @@ def test_hostile_names_are_only_text(run: Path):
 @pytest.mark.parametrize(("wrong", "bold"), [(2, False), (20, True)])
 def test_a_change_is_that_of_the_same_items_and_bold_only_beyond_chance(run: Path, wrong: int, bold: bool):
     for model in ("base", "sft"):
-        items = run / f"evaluate-{model}" / "items"
-        items.mkdir()
-        lines = ({"hash": f"h{item}", "acc": float(model == "base" or item >= wrong)} for item in range(200))
-        (items / "pocket_facts_en.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        lines = [{"hash": f"h{item}", "acc": float(model == "base" or item >= wrong)} for item in range(200)]
+        write_lines(run / f"evaluate-{model}" / "items" / "pocket_facts_en.jsonl", lines)
     page = render(collect_facts(run))
     found = re.search(r'facts_<wbr>en</th><td><code>acc</code></td>.*?<td class="n( strong)?">(−[\d.]+)', page)
     assert found is not None and (bool(found[1]), float(found[2].replace("−", "-"))) == (bold, -wrong / 2)
@@ -180,9 +179,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name != "bare":
             right = [float((item % 4 == 0) == (name == "small")) for item in range(40)]
             lines = [{"id": item, "hash": f"h{item}", "acc": value} for item, value in enumerate(right)]
-            (run / "evaluate-sft" / "items").mkdir()
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            (run / "evaluate-sft" / "items" / "quiz.jsonl").write_text(text)
+            write_lines(run / "evaluate-sft" / "items" / "quiz.jsonl", lines)
     return folder
 
 

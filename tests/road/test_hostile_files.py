@@ -46,9 +46,6 @@ def word_level(token: object) -> dict:
     return {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": token}, "unk_token": "a"}
 
 
-# ---- recipes
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -79,9 +76,6 @@ def test_the_names_of_sources_are_names_of_files(tmp_path: Path, name: str):
         assert place.resolve().parent == tmp_path.resolve() and place.name not in (".", "..") and "\0" not in made
 
 
-# ---- weights
-
-
 ELSEWHERE = ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "evil.bin", 5]
 INDICES = [DEEP, "[]", "{}", '{"weight_map": [["a", "b"]]}', *(json.dumps({"weight_map": {"w": f}}) for f in ELSEWHERE)]
 
@@ -106,9 +100,6 @@ def test_weights_that_are_pickles_are_not_read(tmp_path: Path):
     assert not (tmp_path / "sprung").exists()
 
 
-# ---- checkpoints
-
-
 @pytest.mark.parametrize("key", ["../../secret", "/etc/passwd", "a/b", "", 5])
 def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: Path, key: object):
     folder = tmp_path / "runs" / "store" / "pretrain-0123456789ab"
@@ -124,9 +115,6 @@ def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: P
         assert read_request(folder) is None and made_from(folder, "train-tokenizer") is None
     (folder / "request.json").write_text(json.dumps(request | {"inputs": {"train-tokenizer": "0123456789ab"}}))
     assert made_from(folder, "train-tokenizer") == folder.with_name("train-tokenizer-0123456789ab")
-
-
-# ---- folders of models
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])

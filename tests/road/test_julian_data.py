@@ -81,7 +81,6 @@ def test_without_a_network_or_a_mirror_it_is_refused_before_anything_runs(tmp_pa
 
 # ---- the recipe of Julian's assistant
 
-
 TALKS = {
     "alpaca": 30, "dolly": 12, "code-alpaca": 9, "gpt4all-j": 10,
     "french": 8, "openhermes": 25, "slimorca": 15, "others": 20,
