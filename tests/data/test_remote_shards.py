@@ -64,9 +64,7 @@ def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder: 
     assert sum(name.endswith("/shards.json") for name in stored) == 4
 
 
-def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_never_the_users_mistake(
-    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
-):
+def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for(store, split_folder, bpe, tmp_path):
     folder = packed(split_folder, bpe, tmp_path / "rows", URL)
     feed, files = DataLoader(folder, seed=0, batch=4), dict(store.files)
 
