@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
@@ -38,14 +39,7 @@ FRENCH = "Lequel des cinq ports de la côte nord fut reconstruit après la temp�
 
 
 def folded_words(text: str) -> list[str]:
-    words, word = [], ""
-    for character in unicodedata.normalize("NFC", text).casefold():
-        if character.isalnum() or unicodedata.category(character)[0] == "M":
-            word += character
-            continue
-        words.append(word)
-        word = ""
-    return [word for word in [*words, word] if word]
+    return regex.findall(r"[\p{L}\p{N}\p{M}]+", unicodedata.normalize("NFC", text).casefold())
 
 
 @lru_cache(maxsize=1000)
