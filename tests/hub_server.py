@@ -6,15 +6,16 @@ Large files are answered, as there, with the way to another host, which is asked
 import contextlib
 import hashlib
 import json
+import logging
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
-from urllib.parse import parse_qs, unquote, urlsplit
+
+from werkzeug import Request, Response
+from werkzeug.serving import make_server
 
 _STORED_APART = (".parquet", ".safetensors", ".gz")
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+?)(?:/(revision|tree|paths-info)(.*))?")
@@ -34,7 +35,7 @@ class Fault:
 
 
 @dataclass
-class Request:
+class SeenRequest:
     """What was asked, and of whom: the Hub, or the host of its large files."""
 
     path: str
@@ -49,7 +50,7 @@ class Hub:
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, dict[str, bytes]]] = {}  # by the id of each commit all its files
         self.faults: list[Fault] = []
-        self.requests: list[Request] = []
+        self.requests: list[SeenRequest] = []
         self.address = self.apart = ""
         self._lock = threading.Lock()
 
@@ -76,112 +77,81 @@ class Hub:
                 fault.times -= 1
             return fault
 
+    def answer(self, request: Request, apart: bool) -> Response:
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ") or None
+        self.requests.append(SeenRequest(request.path, token, request.headers.get("Range"), apart))
+        fault = self.fails(request.path)
+        if fault is not None:
+            time.sleep(fault.silence)
+            if fault.status:
+                return Response("it does not work", fault.status, fault.headers)
+        if apart:
+            response = _content(request, self.stored(request.path.strip("/")), {})
+        elif found := _API.fullmatch(request.path):
+            response = self._api(request, *found.groups())
+        elif found := _FILE.fullmatch(request.path):
+            response = self._file(request, *found.groups())
+        else:
+            response = _json({})
+        if fault is not None and fault.cut is not None:
+            response.response = [b"".join(response.response)[: fault.cut]]  # of another length than its header says
+        return response
+
     def stored(self, digest: str) -> bytes:
         """A large file of any repository, by its SHA-256."""
         commits = [files for repository in self.repositories.values() for files in repository.values()]
         contents = (content for files in commits for content in files.values())
         return next(content for content in contents if hashlib.sha256(content).hexdigest() == digest)
 
+    def _api(self, request: Request, kind: str, id: str, verb: str | None, rest: str | None) -> Response:
+        revision, _, folder = (rest or "/main").lstrip("/").partition("/")
+        commit, files = self.files(f"{kind}/{id}", revision)
+        entries = _entries(files)
+        if verb == "paths-info":
+            return _json([entries[path] for path in request.form.getlist("paths") if path in entries])
+        if verb == "tree":
+            start, deep = f"{folder}/" if folder else "", request.args.get("recursive", "").lower() == "true"
+            below = {path.removeprefix(start): entry for path, entry in entries.items() if path.startswith(start)}
+            return _json([entry for path, entry in below.items() if deep or "/" not in path])
+        facts = {"id": id, "sha": commit, "private": False, "gated": False, "disabled": False, "tags": []}
+        return _json(facts | {"siblings": [{"rfilename": path} for path in sorted(files)], "downloads": 0})
+
+    def _file(self, request: Request, kind: str | None, id: str, revision: str, path: str) -> Response:
+        commit, files = self.files(f"{kind or 'models'}/{id}", revision)
+        if path not in files:
+            return Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{_blob(files[path])}"'}
+        if not path.endswith(_STORED_APART):
+            return _content(request, files[path], headers)
+        digest = hashlib.sha256(files[path]).hexdigest()
+        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(files[path]))}
+        return Response(status=302, headers=headers | {"Location": f"{self.apart}/{digest}"})
+
 
 @contextlib.contextmanager
 def serving() -> Iterator[Hub]:
     """An empty Hub, as long as it serves at `address`."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     hub = Hub()
     with contextlib.ExitStack() as stack:
-        for apart in (False, True):
-            handler = type("Handler", (_Handler,), {"hub": hub, "is_apart": apart})
-            server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-            server.daemon_threads = True
+        for name in ("address", "apart"):
+            answer = Request.application(lambda request, apart=name == "apart": hub.answer(request, apart))
+            server = make_server("127.0.0.1", 0, answer, threaded=True)
             stack.callback(server.server_close)
-            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             stack.callback(server.shutdown)
-            setattr(hub, "apart" if apart else "address", f"http://127.0.0.1:{server.server_port}")
+            setattr(hub, name, f"http://127.0.0.1:{server.server_port}")
         yield hub
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    hub: Hub
-    is_apart: bool
+def _content(request: Request, content: bytes, headers: Mapping[str, str]) -> Response:
+    """A file, or the part of it that was asked for."""
+    response = Response(content, headers=headers)
+    return response.make_conditional(request, accept_ranges=True, complete_length=len(content))
 
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
-        asked = Request(unquote(self.path), token, self.headers.get("Range"), self.is_apart)
-        self.hub.requests.append(asked)
-        self._cut = None
-        if (fault := self.hub.fails(asked.path)) is not None:
-            time.sleep(fault.silence)
-            if fault.status:
-                return self._answer(fault.status, b"it does not work", fault.headers)
-            self._cut = fault.cut
-        path = unquote(urlsplit(self.path).path)
-        if self.is_apart:
-            self._content(self.hub.stored(path.strip("/")), {})
-        elif found := _API.fullmatch(path):
-            self._api(*found.groups(), body=body)
-        elif found := _FILE.fullmatch(path):
-            self._file(*found.groups())
-        else:
-            self._json({})
 
-    do_HEAD = do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _api(self, kind: str, id: str, verb: str | None, rest: str | None, *, body: bytes) -> None:
-        revision, _, folder = (rest or "/main").lstrip("/").partition("/")
-        commit, files = self.hub.files(f"{kind}/{id}", revision)
-        query, entries = parse_qs(urlsplit(self.path).query), _entries(files)
-        if verb == "paths-info":
-            self._json([entries[path] for path in parse_qs(body.decode())["paths"] if path in entries])
-        elif verb == "tree":
-            start, deep = f"{folder}/" if folder else "", query.get("recursive", ["false"])[0].lower() == "true"
-            below = {path.removeprefix(start): entry for path, entry in entries.items() if path.startswith(start)}
-            self._json([entry for path, entry in below.items() if deep or "/" not in path])
-        else:
-            facts = {"id": id, "sha": commit, "private": False, "gated": False, "disabled": False}
-            siblings = [{"rfilename": path} for path in sorted(files)]
-            self._json(facts | {"siblings": siblings, "tags": [], "downloads": 0})
-
-    def _file(self, kind: str | None, id: str, revision: str, path: str) -> None:
-        commit, files = self.hub.files(f"{kind or 'models'}/{id}", revision)
-        if path not in files:
-            return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-        content = files[path]
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{_blob(content)}"', "Accept-Ranges": "bytes"}
-        if not path.endswith(_STORED_APART):
-            return self._content(content, headers)
-        digest = hashlib.sha256(content).hexdigest()
-        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
-        self._answer(302, b"", headers | {"Location": f"{self.hub.apart}/{digest}"})
-
-    def _content(self, content: bytes, headers: Mapping[str, str]) -> None:
-        """A file, or the part of it that was asked for."""
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if not asked or self.headers.get("If-Range") not in (None, headers.get("ETag")):
-            return self._answer(200, content, headers)
-        start, stop = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1) + 1
-        where = f"bytes {start}-{stop - 1}/{len(content)}"
-        self._answer(206, content[start:stop], {**headers, "Content-Range": where})
-
-    def _json(self, value: object) -> None:
-        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def _answer(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content[: self._cut])
-        if self._cut is not None:
-            self.wfile.flush()
-            self.close_connection = True
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
+def _json(value: object) -> Response:
+    return Response(json.dumps(value), mimetype="application/json")
 
 
 def _entries(files: Mapping[str, bytes]) -> dict[str, dict]:
