@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
 from affinage.config.settings import Settings
@@ -104,6 +104,14 @@ class RuntimeSettings(Settings):
     """URL of a folder (s3://, gs://) that results and checkpoints are copied to, and resumed from on other machines."""
     profile: Annotated[str, Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$"), BeforeValidator(lambda v: str(v))] | None = None
     """Steps of which a trace for TensorBoard and Perfetto is written: `20`, or `20-25`."""
+
+    @field_validator("profile")
+    @classmethod
+    def _begins_before_it_ends(cls, value: str | None) -> str | None:
+        first, _, last = (value or "").partition("-")
+        if last and int(first) > int(last):
+            raise ValueError(f"{value} ends before it begins: write {last}-{first}")
+        return value
 
     @property
     def profiled(self) -> tuple[int, int] | None:
