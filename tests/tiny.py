@@ -73,6 +73,22 @@ class RandomFeed:
         return map(self.batch, itertools.count(number))
 
 
+class SickFeed(RandomFeed):
+    """Batches of the given steps, counted from 1, lead to a loss that is not finite, or to a spike of it."""
+
+    def __init__(self, not_finite: tuple[int, ...] = (), spikes: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self._not_finite, self._spikes = not_finite, spikes
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        batch = super().batch(step)
+        if step + 1 in self._not_finite:
+            batch["loss_mask"] = np.full_like(batch["loss_mask"], np.nan)
+        if step + 1 in self._spikes:
+            batch["tokens"] = np.full_like(batch["tokens"], VOCABULARY - 1)
+        return batch
+
+
 class HeldOut:
     """Two batches of rows for validation."""
 
