@@ -18,15 +18,6 @@ pytestmark = pytest.mark.full
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
 
-def launched(*words: str) -> list[str]:
-    """What two processes with two devices each have printed."""
-    options = ["--processes", "2", "--devices", "2", "--max-failures", "0"]
-    command = [sys.executable, "-m", "affinage", "launch", *words, *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return (ended.stdout + ended.stderr).splitlines()
-
-
 @pytest.fixture(scope="module")
 def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]]:
     """The folder of runs after the road was run by two processes, the task, and what they said."""
@@ -43,7 +34,11 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]
         f"evaluate={{tasks: ['{task}', pocket-world], limit: 3}}",
         "export=null",
     ]
-    return folder / "runs", task, launched(TINY, "--runs", str(folder / "runs"), *set_words(*settings))
+    words = ["launch", TINY, "--runs", str(folder / "runs"), *set_words(*settings)]
+    words += ["--processes", "2", "--devices", "2", "--max-failures", "0"]
+    ended = subprocess.run([sys.executable, "-m", "affinage", *words], capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder / "runs", task, (ended.stdout + ended.stderr).splitlines()
 
 
 def test_scores_in_the_loop_and_looks_at_benchmarks_are_those_of_the_checkpoints(road: tuple[Path, str, list[str]]):

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -212,10 +213,8 @@ def test_weights_in_other_forms_that_transformers_loads_are_read(tmp_path):
 
 
 def test_a_full_disk_is_not_said_to_be_the_hub(monkeypatch):
-    def download(*_args, **_kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("affinage.hub.folder.snapshot_download", download)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("affinage.hub.folder.snapshot_download", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space"):  # of which the verb says that room is to be made
         local_copy("me/model")
 

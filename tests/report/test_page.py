@@ -186,10 +186,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compared(runs: Path, *names: str):
-    return comparison([Entrant(name, collect_facts(runs / name), runs / name / "evaluate-sft") for name in names])
-
-
 def test_only_what_differs_is_listed_by_its_key_and_in_short():
     ours = {"name": "a", "x": {"y": 1, "z": [1, 2]}, "report": {"language": "en"}, "none": None}
     theirs = {"name": "b", "x": {"y": 2, "z": [1, 2]}, "report": {"language": "fr"}, "more": {}, "none": None}
@@ -200,7 +196,8 @@ def test_only_what_differs_is_listed_by_its_key_and_in_short():
 
 
 def test_the_page_says_what_the_runs_say_in_both_languages(runs: Path):
-    found = compared(runs, "small", "wide")
+    names = "small", "wide"
+    found = comparison([Entrant(name, collect_facts(runs / name), runs / name / "evaluate-sft") for name in names])
     page = Page(render_comparison(found))
     for expected in ("pretrain.steps", "60", "120", "quiz", "25.0%", "75.0%", "+50.0 pts", "1,443,968", "Loss: Pre"):
         assert expected in page.shown, expected
