@@ -27,41 +27,38 @@ KILLED, SAVED = [(1, -signal.SIGKILL)], [(0, 75), (1, 75)]
 
 
 class Scripted:
-    """A launcher whose workers end as is written: for every start, (worker, status) in order.
+    """A launcher, and its workers, which end as is written: for every start, (worker, status) in order.
 
     At `SIGNAL` the process that supervises them gets SIGTERM. A start that is an exception is one that fails with it.
     """
 
+    workers = 2
+
     def __init__(self, *starts: Sequence[tuple[int, int]] | Exception) -> None:
-        self.starts, self.begun, self.sent, self.killed = list(starts), 0, [], 0
+        self.starts, self.script, self.begun, self.sent, self.killed = list(starts), [], 0, [], 0
 
     def start(self, command: Sequence[str]) -> WorkerGroup:
         start = self.starts.pop(0)
         if isinstance(start, Exception):
             raise start
-        script, launcher = list(start), self
-        launcher.begun += 1
+        self.script, self.begun = list(start), self.begun + 1
+        return self
 
-        class Here:
-            workers = 2
+    def exits(self, seconds: float) -> list[WorkerExit]:
+        if not self.script:
+            time.sleep(min(seconds, 0.01))
+            return []
+        if self.script[0] != SIGNAL:
+            return [WorkerExit(*self.script.pop(0))]
+        self.script.pop(0)
+        signal.raise_signal(signal.SIGTERM)
+        return []
 
-            def exits(self, seconds: float) -> list[WorkerExit]:
-                if not script:
-                    time.sleep(min(seconds, 0.01))
-                    return []
-                if script[0] == SIGNAL:
-                    script.pop(0)
-                    signal.raise_signal(signal.SIGTERM)
-                    return []
-                return [WorkerExit(*script.pop(0))]
+    def send(self, number: signal.Signals) -> None:
+        self.sent.append(number)
 
-            def send(self, number: signal.Signals) -> None:
-                launcher.sent.append(number)
-
-            def kill(self) -> None:
-                launcher.killed += 1
-
-        return Here()
+    def kill(self) -> None:
+        self.killed += 1
 
 
 @pytest.fixture(autouse=True)
