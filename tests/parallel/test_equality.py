@@ -124,11 +124,15 @@ def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
         ({"context": 3}, {}, "context of 32.*30 or 33"),
         ({"fsdp": 3}, {}, "batch 8.*6 or 9"),
         ({"fsdp": 2}, {"sharding": {"sequence": ["fsdp"]}}, "`batch` and `sequence`"),
+        ({"data": 16}, {}, "16 devices, .* 8"),
+        ({"data": "auto", "tensor": 3}, {}, "divide the 8"),
+        ({"data": "auto", "fsdp": "auto"}, {}, "one axis"),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_refused_with_what_would(sizes: dict, parallel: dict, named: str):
-    refused(meshes.program, meshes.graph("dense"), sizes, parallel=parallel, match=re.compile(named, re.DOTALL))
+    match = re.compile(named, re.DOTALL)
+    assert refused(meshes.program, meshes.graph("dense"), sizes, parallel=parallel, match=match).where
 
 
 MODEL = meshes.graph("dense", layers=2)

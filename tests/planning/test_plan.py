@@ -13,7 +13,7 @@ from affinage.model import ApplyConfig
 from affinage.model.layers.attention import choose
 from affinage.planning.estimate import present
 from affinage.planning.plan import compare, planned_graph
-from run_affinage import refused
+from run_affinage import set_words
 
 
 def test_time_money_and_utilisation_are_of_one_step():
@@ -40,19 +40,6 @@ def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_
     assert load_recipe(child).recipe.hardware.price is None
     for words in ((), ("--on", "v4-8")):
         assert answer("plan", str(child), *words, "--set", "hardware.price=9")["price_per_chip_hour"] == 9
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn"), "cudnn"),
-        (("pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"), "gradient_accumulation_"),
-        (("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]"), "expert = 4"),
-    ],
-    ids=str,
-)
-def test_what_a_run_refuses_is_not_planned(given, named):
-    refused(lambda: plan_of(SMALL, "v4-8", *given), match=named)
 
 
 HEADS = "model.nodes.blocks.attention.heads=2"
@@ -108,6 +95,9 @@ def test_the_verb_prints_and_speaks_json(affinage, answer):
     assert status == 0 and "estimate: fits" in out and "tokens/s" in out
 
 
+ON, ACCUMULATED = (SMALL, "--on", "v4-8"), "pretrain.gradient_accumulation_steps=2"
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -116,6 +106,10 @@ def test_the_verb_prints_and_speaks_json(affinage, answer):
         ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "8 devices"),
         ((SMALL, "--training", "dpo"), "`dpo`"),
         ((SMALL, "--set", "pretrain=null"), "trains nothing"),
+        # What a run refuses is not planned.
+        ((*ON, *set_words("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn")), "cudnn"),
+        ((*ON, *set_words("pretrain.optimizer_in_backward=true", ACCUMULATED)), "gradient_accumulation_"),
+        ((*ON, *set_words("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]")), "expert = 4"),
     ],
     ids=str,
 )
