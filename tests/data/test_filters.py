@@ -14,7 +14,6 @@ from affinage.data.code_points import count_characters, repair
 from affinage.data.filters import filter_documents, identify_language, known_languages
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.data.tokenize import tokenize
-from affinage.errors import UserError
 from run_affinage import refused
 from source_forms import collected, prose, rows_of, write_documents
 
@@ -92,8 +91,8 @@ def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch
     summary, rows = run(tmp_path / "on", documents, FilterSettings(datatrove=filters))
     assert [row["id"] for row in rows] == ["d0"]
     assert summary["removed"] == {"GopherRepetitionFilter: dup_line_frac": 1, "C4QualityFilter: curly_bracket": 1}
-    with pytest.raises(UserError, match="does not take"):
-        run(tmp_path / "wrong", documents, FilterSettings(datatrove={"GopherRepetitionFilter": {"nonsense": 1}}))
+    wrong = FilterSettings(datatrove={"GopherRepetitionFilter": {"nonsense": 1}})
+    refused(run, tmp_path / "wrong", documents, wrong, match="does not take")
     with pytest.raises(ValueError, match="GopherRepetitionFilter"):
         FilterSettings(datatrove={"ParquetWriter": {}})
     addresses = {"email_replacement": "email@example.com", "ip_replacement": "192.0.2.1"}

@@ -7,7 +7,6 @@ import yaml
 from small_plans import SMALL, plan_of
 
 from affinage.config.load import load_recipe
-from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import compile_on, compile_step, out_of_memory
 from run_affinage import refused
@@ -69,9 +68,8 @@ def test_a_step_is_compiled_for_gpus_that_are_not_here():
 
 @pytest.mark.full
 def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
-    with pytest.raises(UserError, match="batch 6 does not divide"):
-        layout = ["pretrain.batch_size=6", "pretrain.gradient_accumulation_steps=6", "mesh.data=4"]
-        compile_on("quickstart", layout, find_slice("v4-8"))
+    layout = ["pretrain.batch_size=6", "pretrain.gradient_accumulation_steps=6", "mesh.data=4"]
+    refused(compile_on, "quickstart", layout, find_slice("v4-8"), match="batch 6 does not divide")
 
 
 @pytest.mark.parametrize(
