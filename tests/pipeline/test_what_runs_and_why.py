@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -87,15 +88,19 @@ def test_once_is_enough(load, tmp_path):
     assert '"min_characters": 3' in (run / "recipe.json").read_text()
 
 
-def test_without_a_network_a_complete_run_with_a_remote_has_nothing_to_do(load, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("minutes", [0, 1])  # that the library tries
+def test_without_a_network_a_complete_run_with_a_remote_has_nothing_to_do(load, tmp_path, monkeypatch, capfd, minutes):
     toy_run(load, tmp_path, toy())
 
     def silent(*_: str) -> bytes:
+        time.sleep(60 * minutes)
         raise UserError("no network")
 
     monkeypatch.setattr(RemoteFolder, "read", silent)
-    runner = PipelineRunner(load(f"runtime.remote=file://{tmp_path}/remote"), tmp_path / "runs", toy())
-    assert runner.run(ProgressListener()) == {} and "no network; run it again" in capfd.readouterr().out
+    runner, since = PipelineRunner(load(f"runtime.remote=file://{tmp_path}/r"), tmp_path / "runs", toy()), time.time()
+    assert runner.run(ProgressListener()) == {} and time.time() - since < 20
+    refused(PipelineRunner, load("runtime.remote=xyz://r"), tmp_path / "runs", toy(), match="xyz")
+    assert ("no answer" if minutes else "no network; run it again") in capfd.readouterr().out
 
 
 def test_reasons(load, tmp_path):

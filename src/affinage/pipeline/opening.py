@@ -83,11 +83,11 @@ def open_model(
     else:
         places = [folder / TOKENIZER, models.made_from(folder, "train-tokenizer")]
         places += [] if target.run is None else [target.run / "train-tokenizer"]  # another version made it
-        found = next((place for place in places if place is not None and place.is_dir()), None)
-        if found is None:
+        tokenizer_folder = next((place for place in places if place is not None and place.is_dir()), None)
+        if tokenizer_folder is None:
             raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
         facts, graph = _facts_and_graph(folder)
-        tokenizer, load = Tokenizer(found), partial(trained_params, folder, graph, target.step)
+        tokenizer, load = Tokenizer(tokenizer_folder), partial(trained_params, folder, graph, target.step)
     tokenizer.use_template(facts.get("chat_template"))
     known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
     precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})

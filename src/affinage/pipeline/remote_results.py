@@ -5,9 +5,14 @@ A result is there once its manifest is, which is copied last, and is taken only 
 
 import json
 import shutil
+import threading
 from collections.abc import Collection, Mapping
+from functools import cached_property
+
+import fsspec
 
 from affinage.checkpoint.remote import RemoteFolder, download_newest, is_inside
+from affinage.data.token_shards import errors_at
 from affinage.errors import UserError, first_line
 from affinage.pipeline.models import SAVED
 from affinage.pipeline.step import print_line
@@ -17,15 +22,39 @@ from affinage.results import MANIFEST, Manifest
 # Large results that only the next step reads whole. From others' inputs, a report reads the small files.
 _LARGE = frozenset({"ingest", "filter", "dedup", "decontaminate", "tokenize"})
 _SMALL_FILE = 1_000_000  # bytes
+_ANSWERS_WITHIN = 5.0  # seconds; the libraries themselves try for a minute
 
 
 class RemoteResults:
     """The results at the recipe's `remote`."""
 
     def __init__(self, url: str, store: Store) -> None:
+        """Raises UserError for a URL of an unknown kind, or whose package is missing."""
         self.url, self.failure = url.rstrip("/"), ""  # why a result was not copied there
-        self._remote, self._store = RemoteFolder(url), store
-        self._manifests: dict[str, Manifest | None] = {}
+        self._store, self._manifests = store, dict[str, Manifest | None]()
+        with errors_at(self.url):
+            fsspec.get_filesystem_class(fsspec.core.split_protocol(self.url)[0])
+
+    @cached_property
+    def _remote(self) -> RemoteFolder:
+        return RemoteFolder(self.url)  # looks for credentials, which takes a while without a network
+
+    def check_reachable(self) -> None:
+        """Raise UserError if the place does not answer soon, for a run that needs nothing from it."""
+        failures: list[Exception] = [UserError(f"no answer within {_ANSWERS_WITHIN:.0f} s")]
+
+        def read() -> None:
+            try:
+                self._remote.read(MANIFEST)
+                failures.clear()
+            except Exception as error:
+                failures[:] = [error]
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(_ANSWERS_WITHIN)
+        if failures:
+            raise failures[0]
 
     def manifest(self, request: Request) -> Manifest | None:
         """The manifest of a result that is there; None if there is none. Raises UserError if the server is silent."""

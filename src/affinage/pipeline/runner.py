@@ -217,6 +217,8 @@ class PipelineRunner:
             requests = {planned.name: planned.request for planned in steps}
             if remote is not None:
                 try:
+                    if all(planned.reason == _COMPLETE for planned in steps):
+                        remote.check_reachable()
                     for request in requests.values():
                         if self.store.is_complete(request) and remote.manifest(request) is None:
                             remote.put(request)

@@ -134,8 +134,8 @@ def contamination_search(training: Path, settings: DecontaminateSettings | None 
     `settings` decide what is a match; by default they are those of decontamination.
     """
     split, tokenizer = made_from(training, "split"), made_from(training, "train-tokenizer")
-    found = [made_from(training, step) for step in ("sft-data", "preference-data")]
-    chats = [(chat / "train", tokenizer) for chat in found if chat is not None and tokenizer is not None]
+    tuned = [made_from(training, step) for step in ("sft-data", "preference-data")]
+    chats = [(chat / "train", tokenizer) for chat in tuned if chat is not None and tokenizer is not None]
 
     def texts() -> Iterator[pa.Array]:
         for batch in read_documents(split / "train", ["text"]) if split is not None else ():
