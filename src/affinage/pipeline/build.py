@@ -194,7 +194,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
                 _of_eval("evaluate", training=training),
                 {**config, "report": _part(recipe.report, "prompts" if training == "pretrain" else "questions")},
                 (training, *read),
-                version=4,
+                version=5,
                 files=_files_of(evaluate),
                 check=_of_data("check_benchmarks", section=("evaluate",)),
                 resumable=True,

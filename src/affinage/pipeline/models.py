@@ -371,11 +371,11 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
     named: str | None = getattr(loaded.recipe, section).resume_from
     if named is None:
         return None
-    from affinage.checkpoint.store import complete_steps
+    from affinage.checkpoint import CheckpointStore
 
     path, _, step = named.partition("@")
     folder = loaded.beside(path, (section, "resume_from"))
-    steps, is_own = complete_steps(folder / "checkpoints"), folder.parent.name == loaded.recipe.name
+    steps, is_own = CheckpointStore(folder / "checkpoints").steps(), folder.parent.name == loaded.recipe.name
     if is_own or not steps or (step and step not in map(str, steps)):
         what = f"`{named}` is this run itself" if is_own else f"there is no checkpoint `{named}`"
         listed = ", @".join(map(str, steps)) or "STEP"
