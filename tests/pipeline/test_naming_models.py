@@ -23,6 +23,7 @@ def runs(own_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(own_runs.parent)
     (own_runs / "base").mkdir()
     (own_runs / "base/pretrain").symlink_to((own_runs / "tiny/pretrain").resolve())
+    (own_runs / "base/recipe.json").write_bytes((own_runs / "tiny/recipe.json").read_bytes())
     return own_runs
 
 

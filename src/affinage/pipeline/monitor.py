@@ -15,7 +15,7 @@ from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.model import Graph
 from affinage.parallel import MeshLayout, serving_table
-from affinage.pipeline.models import KEPT, made_from
+from affinage.pipeline.models import KEPT, ROWS, made_from
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_data import chat_tokenizer
 from affinage.results import read_json
@@ -34,10 +34,7 @@ class _Stopped(Exception):
 
 
 class BenchmarkMonitor:
-    """Scores benchmarks while a model is trained, and may end the training; see `affinage.training.trainer.Monitor`.
-
-    Points are stored in the folder of the training.
-    """
+    """Scores benchmarks while a model is trained, and may end the training; see `affinage.training.trainer.Monitor`."""
 
     def __init__(
         self, context: StepContext, settings: TrainSettings, graph: Graph, length: int, system_prompt: str = ""
@@ -126,10 +123,8 @@ class BenchmarkMonitor:
             system_prompt=self._system_prompt,
             compute_dtype=compute_dtype(settings.precision, chip(kind)).name,
         )
-        world = context.inputs.get("synthesize")
-        if world is None and "tokenize" in context.inputs:
-            world = made_from(context.inputs["tokenize"], "synthesize")
-        key, lines = f"{context.step}.monitor.tasks", dict[str, Sequence[dict[str, Any]]]()
+        world = context.inputs.get("synthesize") or made_from(context.inputs[ROWS[context.step]], "synthesize")
+        lines = dict[str, Sequence[dict[str, Any]]]()
         try:
             results = evaluate(
                 model,
@@ -144,13 +139,11 @@ class BenchmarkMonitor:
             )
         except _Stopped:
             return None
-        except UserError as error:
-            error.where = ", ".join(filter(None, (key, error.where)))
-            raise
         right = {task: items for task in sorted(lines) if (items := right_items(lines[task])) is not None}
         if (len(right) < len(lines) and self.settings.on_regression != "log") or not lines:
             what = f"not all of these have a metric that is right or wrong for an item: {', '.join(_BINARY)}"
-            raise UserError(what, where=key, fix="Choose tasks that have one and are scored by log-likelihood.")
+            fix = "Choose tasks that have one and are scored by log-likelihood."
+            raise UserError(what, where=f"{context.step}.monitor.tasks", fix=fix)
         return {task: entry["metrics"] for task, entry in results["tasks"].items()}, right
 
 

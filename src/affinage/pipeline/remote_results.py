@@ -3,7 +3,6 @@
 A result is there once its manifest is, which is copied last, and is taken only if every file has the hash in it.
 """
 
-import json
 import shutil
 from collections.abc import Collection, Mapping
 
@@ -14,7 +13,7 @@ from affinage.pipeline.step import print_line
 from affinage.pipeline.store import Request, Store, hash_on_disk, read_manifest
 from affinage.results import MANIFEST, Manifest
 
-# Large results that only the next step reads whole. From others' inputs, a report reads the small files.
+# Large results that only the next step reads whole. Of the others a report reads the small files.
 _LARGE = frozenset({"ingest", "filter", "dedup", "decontaminate", "tokenize"})
 _SMALL_FILE = 1_000_000  # bytes
 
@@ -33,30 +32,22 @@ class RemoteResults:
         if name not in self._manifests:
             text = self._remote.read(f"{name}/{MANIFEST}")
             try:
-                manifest = Manifest.model_validate(json.loads(text or b"{}"))
-            except (ValueError, RecursionError):
+                manifest = Manifest.model_validate_json(text or b"{}")
+            except ValueError:
                 manifest = Manifest()
             sound = manifest.key == request.key and all(map(is_inside, manifest.files))
             self._manifests[name] = manifest if sound else None
         return self._manifests[name]
 
-    def bring(self, steps: Collection[str], requests: Mapping[str, Request], *, small: bool = False) -> None:
-        """Copy the results of `steps`, and what they were made from, as far as they are there and not here.
-
-        With `small`, only small files of large results are copied.
-        """
-        wanted = {name: not small or name not in _LARGE for name in steps}
-        for name in reversed([*requests]):  # a step comes after those that it reads
-            if name not in wanted:
-                continue
-            request = requests[name]
-            for other in request.inputs:
-                wanted.setdefault(other, other not in _LARGE)
-            here = self._store.is_complete(request) or (not wanted[name] and read_manifest(self._store.path(request)))
+    def bring(self, requests: Mapping[str, Request], read: Collection[str] = ()) -> None:
+        """Copy the results that are there and not here: of large ones that no step of `read` made, the small files."""
+        for name, request in requests.items():
+            whole = name in read or name not in _LARGE
+            here = self._store.is_complete(request) or (not whole and read_manifest(self._store.path(request)))
             if not here and (manifest := self.manifest(request)) is not None:
                 with self._store.making(request) as missing:
                     if missing:
-                        self._fetch(request, manifest, whole=wanted[name])
+                        self._fetch(request, manifest, whole=whole)
 
     def _fetch(self, request: Request, manifest: Manifest, *, whole: bool) -> None:
         name = self._store.path(request).name
@@ -100,7 +91,6 @@ class RemoteResults:
                 if not (name.partition("/")[0] in SAVED and sizes.get(name) == facts.bytes):
                     there.put(folder / name, name)
             there.write(MANIFEST, (folder / MANIFEST).read_bytes())
+            self._manifests[folder.name] = manifest
         except (UserError, OSError) as error:
             self.failure = first_line(error)
-            return
-        self._manifests[folder.name] = manifest
