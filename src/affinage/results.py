@@ -151,6 +151,15 @@ class Validated(Result):
     pairs_right: float | None = Field(None, alias="rewards/accuracies")  # share of the pairs
 
 
+class ValidationRise(Result):
+    """The lowest and the last loss on a validation set, and the steps that they were measured after."""
+
+    lowest: float = 0.0
+    lowest_step: int = 0
+    last: float = 0.0
+    last_step: int = 0
+
+
 class TrainingResult(Result):
     """A complete training."""
 
@@ -165,6 +174,7 @@ class TrainingResult(Result):
     final_loss: float | None = None
     skipped_updates: int = 0
     validation: dict[str, Validated] = {}
+    validation_rise: dict[str, ValidationRise] = {}  # of the sets whose loss has risen since its lowest
     predicted: dict[str, float] = {}
     memory: dict[str, float] = {}
     devices: Devices = Devices()

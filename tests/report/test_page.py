@@ -93,6 +93,8 @@ def test_a_training_without_an_end_has_its_curve_and_how_far_it_is(run: Path):
     page = render(collect_facts(run)).replace("\u00a0", " ")
     section = page[page.index('<section id="unfinished"') :].partition("</section>")[0]
     assert "Pretraining is unfinished: step 600 of 9,000." in section and "Loss</b>" in section
+    shutil.rmtree(run / "sft")
+    assert summary(collect_facts(run), "en").startswith("A training that is not complete. ")
     assert '<section id="pretrain"' not in page and "inachevé, au pas" in render(collect_facts(run), "fr")
 
 
@@ -106,6 +108,7 @@ FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|simila
 61.0k of 150k tokens are trained
 Benchmarks searched for in the text|1,234|· quiz · 17|any out for validation: notes.fr.
 17 have reasoning that the chat template does not write
+loss on pocket-world.fr has risen from 0.910 at step 500 to 1.02 at step 600
 Fullest expert|Dropped choices"""
 
 

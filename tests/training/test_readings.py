@@ -17,7 +17,7 @@ from affinage.training.metrics import ACCOUNTS, GoodputTimer, step_line
 from run_affinage import refused
 
 TRACED = "import sys, tiny; from pathlib import Path; from affinage.training import train; "
-TRACED += "train(tiny.job(Path(sys.argv[1]), profile=(4, 5)))"
+TRACED += "train(tiny.job(Path(sys.argv[1]), profile=(5, 4)))"
 
 
 def test_a_trace_has_the_steps_asked_for(tmp_path: Path):
@@ -37,6 +37,27 @@ def test_a_training_whose_folder_is_deleted_ends_with_a_message(tmp_path: Path):
     delete = lambda step, _: shutil.rmtree(folder) if step == 4 else None  # noqa: E731
     ended = refused(lambda: train(tiny.job(folder, 40, delete)), match="deleted or moved")
     assert str(folder) in ended.where and not folder.exists()
+
+
+class OneBatch(tiny.RandomFeed):
+    """A feed that a model learns by heart."""
+
+    def batch(self, step: int) -> dict:
+        return super().batch(0)
+
+
+@pytest.mark.parametrize("feed", [OneBatch, tiny.RandomFeed])
+def test_a_validation_loss_that_has_risen_since_its_lowest_is_reported(tmp_path: Path, capsys, feed):
+    job = tiny.job(
+        tmp_path, 60, feed=feed(), validation={"held": tiny.HeldOut()}, schedule={"peak_lr": 1e-2, "min_lr": 1e-2}
+    )
+    summary = train(job)
+    losses = {line["step"]: line["validation"]["held"]["loss"] for line in tiny.lines(tmp_path) if "validation" in line}
+    assert len(losses) == 6 and ("has risen" in capsys.readouterr().out) == (feed is OneBatch)
+    if feed is OneBatch:
+        best = min(losses, key=losses.__getitem__)
+        expected = {"lowest": losses[best], "lowest_step": best, "last": losses[60], "last_step": 60}
+        assert best < 60 and summary["validation_rise"] == {"held": expected}
 
 
 ROW = {"step": 10, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": None, "skipped": 0.0}

@@ -90,7 +90,7 @@ class RuntimeSettings(Settings):
     remote: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^?#]+$")] | None = None
     """URL of a folder (s3://, gs://) that results and checkpoints are copied to, and resumed from on other machines."""
     profile: tuple[int, int] | None = None
-    """First and last step of which a trace for TensorBoard and Perfetto is written: [20, 25]."""
+    """Two steps: a trace from the one to the other is written for TensorBoard and Perfetto, such as [20, 25]."""
 
 
 class CheckpointClaim(Settings):

@@ -127,5 +127,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         ended = "monitor" if why_ended else ""
         facts = {"health": monitor.facts(), "resumed_at": checkpointer.resumed_at, "ended": ended}
         summary = write_summary(trainer, goodput, step, **facts)
+        for name, rise in summary["validation_rise"].items():
+            lowest, last = (f"{rise[end]:.4f} at step {rise[f'{end}_step']:,}" for end in ("lowest", "last"))
+            console.say(f"the validation loss on {name} has risen from {lowest} to {last}")
         checkpointer.finish_upload(console)
     return summary

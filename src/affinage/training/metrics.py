@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,6 +32,7 @@ _IN_FLIGHT_AT_MOST = 16  # of short steps ...
 _SECONDS_IN_FLIGHT = 0.1  # ... that take no longer than this together: waking up for each costs a tenth of 5 ms
 _SECONDS_BETWEEN_LINES = 10.0  # on the console, or ...
 _SHARE_BETWEEN_LINES = 0.2  # ... of all steps
+_RISE = 1.01  # times its lowest value, from where a validation loss has risen: less of it comes and goes by chance
 
 Unhealthy = list[tuple[int, dict[str, float]]]  # (step, metrics) of those that skipped an update or are a spike
 
@@ -309,6 +310,7 @@ def write_summary(trainer: Trainer, goodput: GoodputTimer, steps: int, **facts: 
         "final_loss": lines[-1]["loss"] if lines else None,
         "skipped_updates": sum(bool(line["skipped"]) for line in lines),
         "validation": next((row["validation"] for row in reversed(rows) if "validation" in row), {}),
+        "validation_rise": _validation_rises(rows),
         "predicted": {"parameters": count.total, "flops": flops},
         "memory": {"peak_bytes": peak_bytes(trainer.mesh.local_devices)},
         "devices": trainer.devices(),
@@ -319,11 +321,23 @@ def write_summary(trainer: Trainer, goodput: GoodputTimer, steps: int, **facts: 
     return summary
 
 
+def _validation_rises(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The lowest and the last loss, with their steps, of each validation set whose loss has risen since its lowest."""
+    curves: dict[str, list[tuple[float, int]]] = {}
+    for row in rows:
+        for name, score in row.get("validation", {}).items():
+            if score["loss"] is not None:
+                curves.setdefault(name, []).append((score["loss"], row["step"]))
+    ends = {name: (*min(curve), *curve[-1]) for name, curve in curves.items()}
+    fields = ("lowest", "lowest_step", "last", "last_step")
+    return {name: dict(zip(fields, end)) for name, end in ends.items() if end[2] > _RISE * end[0]}
+
+
 class Profiler:
-    """Traces `steps`, first and last, into `profile/`, for TensorBoard and Perfetto; of several processes each one."""
+    """Traces from one of two `steps` to the other into `profile/`, for TensorBoard and Perfetto; each process one."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
-        self._first, self._last = steps or (0, 0)
+        self._first, self._last = sorted(steps or (0, 0))
         processes = Processes.current
         self._folder = folder / "profile" / (f"process-{processes.index}" if processes.count > 1 else "")
         self._running = False
