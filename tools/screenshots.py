@@ -39,7 +39,8 @@ document.querySelector('footer').remove();
 """
 _TERMINAL = """<!doctype html><meta charset="utf-8"><style>
 body {{ margin: 0; background: #15171b; color: #e9e8e3; }}
-pre {{ margin: 0; padding: 22px 26px; font: 13px/1.5 "DejaVu Sans Mono", monospace; display: inline-block; }}
+pre {{ margin: 0; padding: 22px 26px; font: 13px/1.5 "DejaVu Sans Mono", monospace; display: inline-block;
+       max-width: 110ch; white-space: pre-wrap; }}
 b {{ color: #e5ac57; font-weight: 500; }}
 </style><pre><b>$</b> {command}
 

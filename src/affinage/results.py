@@ -102,8 +102,8 @@ class DocumentsResult(Result):
     @property
     def reasons(self) -> list[tuple[str, int]]:
         """Why documents were removed and how many, the most frequent reason first."""
-        found = [each for each in self.removed.items() if each[1]]
-        return sorted(found, key=lambda each: (-each[1], each[0]))
+        reasons = [each for each in self.removed.items() if each[1]]
+        return sorted(reasons, key=lambda each: (-each[1], each[0]))
 
 
 class TokenizerResult(Result):
@@ -263,27 +263,27 @@ class EvaluationResult(Result):
     @cached_property
     def by_task(self) -> dict[str, dict[str, Score]]:
         """All scores: task -> metric -> score."""
-        found: dict[str, dict[str, Score]] = {}
+        by_task: dict[str, dict[str, Score]] = {}
         for task, result in self.tasks.items():
             about = (result.items, result.num_fewshot, result.chat_template)
             for name, metric in result.metrics.items():
                 if metric.value is not None:
                     chance = result.chance if is_share(name) else None
-                    scores = found.setdefault(task, {})
+                    scores = by_task.setdefault(task, {})
                     scores[name] = Score(task, name, metric.value, metric.stderr, *about, chance)
-        return found
+        return by_task
 
     @property
     def headlines(self) -> list[Score]:
         """The score of each task that charts and sentences show."""
-        found = [scores[headline(task, scores)] for task, scores in self.by_task.items()]
-        return [score for score in found if is_share(score.metric)]
+        headlines = [scores[headline(task, scores)] for task, scores in self.by_task.items()]
+        return [score for score in headlines if is_share(score.metric)]
 
     @property
     def prompts(self) -> list[tuple[bool, str, str]]:
         """Whether it was in a conversation, a prompt or question, and what the model wrote."""
-        found = ((name, one) for name in ("prompts", "questions") for one in self.samples.get(name, ()))
-        return [(name == "questions", one.prompt or one.question, one.text) for name, one in found]
+        answers = ((name, one) for name in ("prompts", "questions") for one in self.samples.get(name, ()))
+        return [(name == "questions", one.prompt or one.question, one.text) for name, one in answers]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The scores as JSON: task -> metric -> the fields of `Score`."""

@@ -17,6 +17,7 @@ from affinage.checkpoint.remote import RemoteFolder, Uploader, download_newest, 
 from affinage.checkpoint.store import COMMIT
 from affinage.errors import UserError
 from run_affinage import refused
+from source_forms import write_lines
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=HERE)}}
@@ -84,6 +85,23 @@ def test_a_machine_without_it_gets_the_newest_checkpoint_and_what_is_beside_it(a
     assert download_newest(any_url, there, print) == []  # it has it
     saved(there, 4)
     assert download_newest(any_url, there, print) == []  # what is newer here stays
+
+
+def test_metrics_of_steps_that_a_rollback_has_left_out_do_not_come_back(url: str, tmp_path: Path):
+    here, behind = tmp_path / "here", tmp_path / "behind"
+    saved(here, 5, 10)
+    before, after = ([{"step": step, "batch": step + left_out} for step in range(1, 14)] for left_out in (0, 3))
+    write_lines(here / "metrics.jsonl", before)  # the machine was at step 13 when step 10 was copied
+    uploader = Uploader(url, here)
+    uploader.start()
+    assert uploader.settle() == ""
+    saved(here, 11)  # after a rollback to step 10, and before the next copy
+    lines = write_lines(here / "metrics.jsonl", before[:10] + after[10:11]).read_text()
+    assert download_newest(url, here, print) == [] and (here / "metrics.jsonl").read_text() == lines
+    saved(behind, 5)
+    write_lines(behind / "metrics.jsonl", before[:5])
+    assert download_newest(url, behind, print) == [10]
+    assert len((behind / "metrics.jsonl").read_text().splitlines()) == 13
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", COMMIT])

@@ -1,5 +1,6 @@
 """A mistake ends with status 2 and one message that names the place or the nearest name; nothing is left behind."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -40,6 +41,7 @@ report damaged                                                     recipe.json
 compare damaged damaged                                            recipe.json
 compare cut cut                                                    quiz.jsonl
 compare other other                                                quiz.jsonl
+compare step step                                                  step: | no model
 generate imported hello                                            model.json
 import bare --to model                                             bare
 world file                                                         file
@@ -78,12 +80,14 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty.yaml").touch()
     (folder / "latin.yaml").write_bytes(b"name: \xff\xfe\n")
     (folder / "file").touch()
-    for name in ("runs/damaged", "runs/bare", "bare", "imported/tokenizer", "cut/items", "other/items"):
+    for name in ("runs/damaged", "runs/bare", "bare", "imported/tokenizer", "cut/items", "other/items", "step"):
         (folder / name).mkdir(parents=True)
     (folder / "runs" / "damaged" / "recipe.json").write_text("{")
     for name, content in (("cut", "{"), ("other", '{"id": 1}')):
         (folder / name / "items" / "quiz.jsonl").write_text(content)
     (folder / "imported" / "model.json").write_text("{")
+    request = {"step": "split", "version": 1, "settings": {}, "inputs": {}, "sources": {}}
+    (folder / "step" / "request.json").write_text(json.dumps(request))
     return folder
 
 

@@ -83,6 +83,10 @@ BAD = [
     {"messages": [{"role": "tool", "content": "x"}]},
     {"prompt": "x", "completion": None},
     {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+    *(
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+        for part in ({"type": "text"}, {"type": "text", "text": None}, {"text": "y"}, "y")
+    ),
     {"messages": [{"role": "user", "content": "x", "reasoning": ["y"]}]},
     {"messages": [*TALK, CALL]},
     {"conversations": [{"from": "gpt", "value": "", "function_call": {"name": "f"}}]},

@@ -88,12 +88,26 @@ def test_a_card_says_no_more_than_the_import(exported, tmp_path, license, affina
         assert (f"Weights under {expected}." if expected else "The license of the weights is not known.") in card.text
 
 
+class Counted(dict):
+    """Tensors by name, with the names in the order in which they are read; a name in a row is one reading."""
+
+    def __init__(self, tensors: dict) -> None:
+        super().__init__(tensors)
+        self.read: list[str] = []
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        self.read += [name] if self.read[-1:] != [name] else []
+        return super().__getitem__(name)
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_every_family_comes_back_bit_by_bit(name, tmp_path):
     graph, draw = parse(GRAPHS[name]), np.random.default_rng(0)
     params = map_parameters(lambda _, one: draw.normal(size=one.shape).astype(np.float32), graph.parameters)
     family = family_of(graph)
     config, tensors = family.to_config(graph, context=64), family.to_tensors(params, graph)
+    family.from_tensors(counted := Counted(tensors), graph)
+    assert sorted(counted.read) == sorted(tensors), "each is read once"
     assert family.unknown(config) == ()
     (tmp_path / CONFIG).write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")

@@ -143,6 +143,7 @@ LONG = [{"role": "user", "content": "long " * CONTEXT}]
         ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
         ({"messages": MESSAGES[::-1]}, 400, "message 2"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "20,000"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -19,7 +19,7 @@ from affinage.checkpoint.metadata import METADATA
 from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps
 from affinage.data.token_shards import errors_at, is_local, upload
 from affinage.errors import UserError, first_line
-from affinage.results import MANIFEST
+from affinage.results import MANIFEST, read_json_lines
 
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
 _COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
@@ -197,17 +197,21 @@ def _steps_in(names: Iterable[str]) -> tuple[dict[int, list[str]], list[int]]:
 
 def download_newest(url: str, folder: Path, say: Callable[[str], None], *, steps: bool = True) -> list[int]:
     """Copy a training from a URL into a folder: its two newest `steps`, as far as they are newer than those here, and
-    of the files beside them those that are longer there.
+    of the files beside them those that are not here, or are longer there and of a training that is further there.
 
     Returns the steps that were copied, newest first. Raises UserError if the place cannot be reached.
     """
     remote, here = RemoteFolder(url), max(complete_steps(folder / CHECKPOINTS), default=-1)
     sizes = remote.sizes()
+    files_of, complete = _steps_in(sizes)
+    # A rollback shortens the metrics: what is there, longer, may be of steps that it has left out.
+    logged = max((row.get("step", -1) for row in read_json_lines(folder / "metrics.jsonl")), default=-1)
+    is_behind = logged < max(complete, default=-1)
     for name, size in sizes.items():  # what is beside the steps comes first: a kill may end this at any moment
         file = folder / name
-        if name.partition("/")[0] not in _NOT_BESIDE and size > (file.stat().st_size if file.exists() else -1):
+        wanted = not file.exists() or (is_behind and size > file.stat().st_size)
+        if wanted and name.partition("/")[0] not in _NOT_BESIDE:
             remote.get(name, file)
-    files_of, complete = _steps_in(sizes)
     copied = [step for step in reversed(complete) if step > here][:_COPIED_BACK] if steps else []
     for step in copied:
         say(f"copying step {step:,} from {url}")

@@ -158,13 +158,13 @@ def _view(results: dict[str, Any]) -> Iterator[Any]:
     yield from (f"{note}: {', '.join(names)}" for note, names in notes.items() if names)
     if facts := results.get("contamination"):
         yield f"\n{counted(facts['texts'], 'training text')} searched for the items."
-        found = [
+        rows = [
             {"task": task, "items": entry["items"], "found": len(entry["found"] + entry["common"])}
             | {"metric": metric, "without them": _number(rest["value"]), "±": _number(rest["stderr"])}
             for task, entry in facts["tasks"].items()
             for metric, rest in entry["without"].items()
         ]
-        yield from [table(found)] if found else []
+        yield from [table(rows)] if rows else []
 
 
 def _number(value: float | None) -> str:
@@ -223,7 +223,7 @@ def _compared(facts: dict[str, Any]) -> Iterator[Any]:
 
 def _entrant(target: "Target", runs: Path) -> "Entrant":
     """What is known of a target. Raises UserError if it is neither a complete run nor a model with results."""
-    from affinage.pipeline.models import TRAININGS, command, eval_results, results_of, run_of
+    from affinage.pipeline.models import TRAININGS, command, eval_results, locate, results_of, run_of
     from affinage.report.facts import collect_facts
     from affinage.report.page import Entrant
 
@@ -237,6 +237,7 @@ def _entrant(target: "Target", runs: Path) -> "Entrant":
         parts = results_of(target.path.resolve(), run) if run is not None and is_training else None
         run = run if parts else None
     if run is None and results is None:
+        locate(target, runs)  # refuses what is no model, and so has no scores
         fix = f"Make them: {command('eval', name, '--tasks', 'TASKS', runs=runs)}, with the tasks of the others."
         raise UserError(f"there are no results of `{name}` as it is now", fix=fix)
     facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})

@@ -73,11 +73,11 @@ def show_result(runner: PipelineRunner, complete: list[str], seconds: Mapping[st
 def places(runner: PipelineRunner, names: Sequence[str]) -> dict[str, str]:
     """Where the results of a run's steps are, and the next command, each under its name."""
     folder, recipe = os.path.relpath(runner.folder), runner.loaded.recipe
-    found = {"results": folder}
+    by_name = {"results": folder}
     if "report" in names:
-        found["report"] = f"{folder}/report.html"
+        by_name["report"] = f"{folder}/report.html"
     if "export" in names:
-        found["model"] = f"{folder}/export/model"
+        by_name["model"] = f"{folder}/export/model"
     if (training := next((name for name in TRAININGS if name in names), None)) is not None:
         model = folder if Path(recipe.name).exists() else recipe.name  # a folder of that name here is another model
         model += "" if training == recipe.trainings[-1] else f"/{training}"
@@ -87,8 +87,8 @@ def places(runner: PipelineRunner, names: Sequence[str]) -> dict[str, str]:
         before = f"{VARIABLE}={shlex.quote(os.pathsep.join(plugins))} " if plugins else ""
         prompt = next(iter(recipe.report.prompts), "Once upon a time")
         words = ("generate", model, prompt) if training == "pretrain" else ("chat", model)
-        found["next"] = before + command(*words, runs=runner.runs)
-    return found
+        by_name["next"] = before + command(*words, runs=runner.runs)
+    return by_name
 
 
 def headline(result: results.Result) -> Iterator[str]:

@@ -141,8 +141,9 @@ def _message(message: Any, where: str) -> Message:
 
 def _text(value: Any) -> Any:
     """Return a text in Unicode's NFC with newlines as \\n, also of parts that are all texts; anything else as it is."""
-    if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
-        value = "".join(str(part.get("text", "")) for part in value)
+    parts = value if isinstance(value, list) and all(isinstance(part, dict) for part in value) else []
+    if parts and all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        value = "".join(part["text"] for part in parts)
     if not isinstance(value, str):
         return value  # check_messages refuses it, and knows which message it is
     return unicodedata.normalize("NFC", encodable(value.replace("\r\n", "\n").replace("\r", "\n")))
@@ -160,8 +161,8 @@ def open_source(
     """
     source = located(settings.sources[index].as_source(), settings)
     place = str(world_file) if source.path == POCKET_WORLD and world_file is not None else source.place
-    source, found = find_parts(source, place, place, of_text=False)
-    parts = [part for part in found if part.kind in ("lines", "table", "dataset")]
+    source, parts = find_parts(source, place, place, of_text=False)
+    parts = [part for part in parts if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
         raise UserError("no conversations found", where=place, fix=fix)

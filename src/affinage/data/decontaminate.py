@@ -104,15 +104,15 @@ def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
     short = [text for text in texts if len(text.split()) < min_words][:_MOST_JOINED]
     made = [other.join(_BLANK.split(text)) for text in texts if _BLANK.search(text) for other in short]
     made += [f"{first} {second}" for first in short for second in short if first != second]
-    found = [(text, True) for text in made if len(text.split()) >= min_words]
+    searched = [(text, True) for text in made if len(text.split()) >= min_words]
     for text in texts:
         rest = text
         for other in sorted(texts, key=len, reverse=True):
             if other != text and len(other.split()) > 2:
                 rest = rest.replace(other, " ")
         is_prompt = rest != text and len(rest.split()) < min_words
-        found.append((text, not is_prompt and not _BLANK.search(text)))
-    return found
+        searched.append((text, not is_prompt and not _BLANK.search(text)))
+    return searched
 
 
 # ---- kernels ----
@@ -144,9 +144,9 @@ def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Ar
     hits = [np.int64(0) for _ in range(0)]
     for text in range(offsets.size - 1):
         start = np.int64(offsets[text])
-        found = hash_words(data, start, np.int64(offsets[text + 1]), words_table, words, None, places)
+        word_count = hash_words(data, start, np.int64(offsets[text + 1]), words_table, words, None, places)
         for length in lengths:
-            for k in range(shingles(words, found, length, np.uint64(0), runs) if found >= length else 0):
+            for k in range(shingles(words, word_count, length, np.uint64(0), runs) if word_count >= length else 0):
                 bit = np.int64(runs[k] & np.uint64(64 * bits.size - 1))
                 if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1):
                     key = np.searchsorted(keys, runs[k])
@@ -198,8 +198,8 @@ class ItemIndex:
 
     def of(self, key: int) -> list[int]:
         """The numbers of the items that have run `key`."""
-        found: list[int] = self._members[self._bounds[key] : self._bounds[key + 1]].tolist()
-        return found
+        numbers: list[int] = self._members[self._bounds[key] : self._bounds[key + 1]].tolist()
+        return numbers
 
     def items_with(self, runs: np.ndarray) -> frozenset[tuple[str, str]]:
         """(benchmark, item) of all items that have one of some runs, bool [K]."""
@@ -253,13 +253,13 @@ def decontaminate(
 
     def scan(path: Path) -> list[list[int]]:
         """Return the hits in a file, in which its documents are counted."""
-        found, documents = [], 0
+        rows, documents = [], 0
         for batch in read_documents(path, ["text"]):
             hits = index.scan(batch.column("text"))
             hits[:, TEXT] += documents
-            found += hits.tolist()
+            rows += hits.tolist()
             documents += batch.num_rows
-        return found
+        return rows
 
     scanned = executor.map(scan, paths, folder / "scans", threads=True, label="scanning")
     hits = [np.array(rows, np.int64).reshape(-1, 4) for rows in scanned]
@@ -274,9 +274,9 @@ def decontaminate(
             verdicts = {}
             own = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
             for text in np.unique(own[:, TEXT]).tolist():
-                found = _matches(batch.slice(text - before, 1).to_pylist()[0], own[own[:, TEXT] == text], index)
-                matches.extend(found)
-                best = max(found, key=lambda match: int(match["words"]))
+                own_matches = _matches(batch.slice(text - before, 1).to_pylist()[0], own[own[:, TEXT] == text], index)
+                matches.extend(own_matches)
+                best = max(own_matches, key=lambda match: int(match["words"]))
                 detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
                 verdicts[text - before] = "in a benchmark", detail
             return verdicts
@@ -290,14 +290,14 @@ def decontaminate(
     pq.write_table(pa.Table.from_pylist(matches, _MATCH), folder / MATCHES, compression="zstd")
     for stage in ("scans", "copies"):
         shutil.rmtree(folder / stage, ignore_errors=True)
-    found = {(match["benchmark"], match["item"]) for match in matches}
+    matched = {(match["benchmark"], match["item"]) for match in matches}
     documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
     numbers = {
         "items": Counter(item.benchmark for item in index.items),
         "too_short": index.too_short,
-        "found": Counter(name for name, _ in found),
+        "found": Counter(name for name, _ in matched),
         "documents": Counter(name for name, *_ in documents),
-        "common": Counter(name for name, _ in index.items_with(common) - found),
+        "common": Counter(name for name, _ in index.items_with(common) - matched),
     }
     benchmarks = {name: {what: counts[name] for what, counts in numbers.items()} for name in numbers["items"]}
     return total.summary() | {"benchmarks": benchmarks, "matches": matches[:EXAMPLES]}
@@ -363,8 +363,10 @@ def contamination(index: ItemIndex, texts: Iterable[pa.Array]) -> Contamination:
         texts_with += index.texts_with(index.scan(column))
         count += len(column)
     few = texts_with <= index.boilerplate
-    found, common = index.items_with((texts_with > 0) & few), index.items_with(~few)
-    return Contamination(frozenset(item.benchmark for item in index.items), count, found, common - found, index.n_grams)
+    matched, common = index.items_with((texts_with > 0) & few), index.items_with(~few)
+    return Contamination(
+        frozenset(item.benchmark for item in index.items), count, matched, common - matched, index.n_grams
+    )
 
 
 def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:

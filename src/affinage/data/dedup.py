@@ -175,8 +175,8 @@ def _compare(
     n_grams, stays = np.memmap(scratch / "sets", np.uint64, "r"), int(facts["released"].sum())
     sizes = table["size"].to_numpy()
     match, similarity = _match(buckets, bucket_count, n_grams, starts, sizes, settings.threshold, stays)
-    found = np.flatnonzero(match >= 0)
-    gone, kept = table.take(pa.array(found)), table.take(pa.array(match[found]))
+    copies = np.flatnonzero(match >= 0)
+    gone, kept = table.take(pa.array(copies)), table.take(pa.array(match[copies]))
     removed = {
         "document": gone["document"],
         "kept": kept["document"],
@@ -184,7 +184,7 @@ def _compare(
         "source": gone["source"],
         "duplicate_of": kept["id"],
         "duplicate_of_source": kept["source"],
-        "jaccard": similarity[found],
+        "jaccard": similarity[copies],
         # the same content but for case and white space
         "exact": pc.and_(*(pc.equal(gone[name], kept[name]) for name in ("content", "content_2"))),
     }

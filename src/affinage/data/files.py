@@ -262,9 +262,9 @@ def cached(url: str) -> Path:
                 raise UserError(what, fix="Is the address right, and are you allowed to read it?") from None
             _, _, expected = url.partition(_HASH)
             with part.open("rb") as file:
-                if expected and (found := hashlib.file_digest(file, "sha256").hexdigest()) != expected:
+                if expected and (digest := hashlib.file_digest(file, "sha256").hexdigest()) != expected:
                     part.unlink()
-                    what = f"the file at {url} is not the expected one: its SHA-256 is {found}"
+                    what = f"the file at {url} is not the expected one: its SHA-256 is {digest}"
                     raise UserError(what, fix="Is `sha256` right? The file is downloaded again the next time.")
             part.replace(path)
     return path

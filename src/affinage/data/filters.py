@@ -132,12 +132,12 @@ class _Rules:
             return "other language", f"{stated}, as its source says"
         if taken:
             return None
-        found, score = identify_language(row["text"], languages if mixed else ())
-        row["language"], row["language_score"] = declared or found, score
-        detail = f"{found} {score:.2f}" if found else "no words"
-        if found and (found not in languages or (declared not in ("", found) and not mixed)):
+        identified, score = identify_language(row["text"], languages if mixed else ())
+        row["language"], row["language_score"] = declared or identified, score
+        detail = f"{identified} {score:.2f}" if identified else "no words"
+        if identified and (identified not in languages or (declared not in ("", identified) and not mixed)):
             return "other language", detail
-        return None if found and score >= threshold else ("language unclear", detail)
+        return None if identified and score >= threshold else ("language unclear", detail)
 
 
 # ---- language ----
@@ -168,11 +168,11 @@ def identify_language(text: str, together: Sequence[str] = ()) -> tuple[str, flo
         return "", 0.0
     labels, probabilities = _model().predict(line, k=-1 if together else 1)  # -1: all languages, the likeliest first
     names = [label.removeprefix("__label__") for label in labels]
-    found = dict(zip(names, map(float, probabilities), strict=True))
-    total = sum(found.get(language, 0.0) for language in together)
-    if total >= found[names[0]]:
-        return max(together, key=lambda language: found.get(language, 0.0)), min(total, 1.0)
-    return names[0], min(found[names[0]], 1.0)
+    by_language = dict(zip(names, map(float, probabilities), strict=True))
+    total = sum(by_language.get(language, 0.0) for language in together)
+    if total >= by_language[names[0]]:
+        return max(together, key=lambda language: by_language.get(language, 0.0)), min(total, 1.0)
+    return names[0], min(by_language[names[0]], 1.0)
 
 
 def known_languages() -> frozenset[str]:

@@ -125,10 +125,10 @@ def _sign(
     minima, whole = np.empty(a.size, np.uint32), np.empty(2, np.uint64)
     rows = a.size // keys.shape[0]
     for text in range(offsets.size - 1):
-        found = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
+        word_count = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
         content[0, text], content[1, text] = whole[0], whole[1]
         minima[:] = np.uint32(0xFFFFFFFF)
-        for i in range(shingles(words, found, ngram, whole[0], runs)):
+        for i in range(shingles(words, word_count, ngram, whole[0], runs)):
             x = np.uint32(runs[i] >> np.uint64(32))
             for k in range(minima.size):
                 minima[k] = min(minima[k], np.uint32(a[k] * x + b[k]))
@@ -159,8 +159,8 @@ def _shingle_sets(data: Array, offsets: Array, table: Array, ngram: int, out: Ar
     words, runs, whole = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(2, np.uint64)
     start = 0
     for text in range(sizes.size):
-        found = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
-        count = shingles(words, found, ngram, whole[0], runs)
+        word_count = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
+        count = shingles(words, word_count, ngram, whole[0], runs)
         end = start
         for shingle in np.sort(runs[:count]):
             if end == start or out[end - 1] != shingle:

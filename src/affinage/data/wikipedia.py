@@ -65,10 +65,10 @@ def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | B
     with open_plain(file) as stream:
         start = stream.read(_HEAD_BYTES)
         head = start.decode("utf-8", "replace")
-        found, base = _LANGUAGE.search(head), _BASE.search(head)
+        declared, base = _LANGUAGE.search(head), _BASE.search(head)
         if "<mediawiki" not in head or base is None:
             raise DamagedFile("the file is no MediaWiki dump: it does not begin with <mediawiki> and <siteinfo>")
-        wiki, language = unescape(base[1]), found[1] if found else ""
+        wiki, language = unescape(base[1]), declared[1] if declared else ""
         dropped = frozenset({"file", "image", "category", *map(str.lower, _NAMESPACE.findall(head))})
         chunks = itertools.chain([start], iter(partial(stream.read, CHUNK_BYTES), b""))
         for page in _pages(chunks):

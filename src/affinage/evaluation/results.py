@@ -108,11 +108,11 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
     entries = {}
     for name in samples.keys() & seen.benchmarks:
         numbers = {str(sample["doc_id"]) for sample in samples[name]}
-        found, common = (
+        in_text, common = (
             sorted(int(item) for task, item in items if task == name and item in numbers)
             for items in (seen.found, seen.common)
         )
-        without, left_out = {}, {*found, *common}
+        without, left_out = {}, {*in_text, *common}
         for metric, reported in tasks[name]["metrics"].items():
             key, _, filtered = metric.partition(",")
             chosen = [each for each in samples[name] if each.get("filter", "none") == (filtered or "none")]
@@ -124,7 +124,7 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
                 rest = [float(score) for number, score in scores.items() if number not in left_out]
                 stderr = statistics.stdev(rest) / math.sqrt(len(rest)) if len(rest) > 1 else None
                 without[metric] = {"value": statistics.fmean(rest) if rest else None, "stderr": stderr}
-        entries[name] = {"items": len(numbers), "found": found, "common": common, "without": without}
+        entries[name] = {"items": len(numbers), "found": in_text, "common": common, "without": without}
     return {"texts": seen.texts, "ngram": seen.n_grams, "tasks": entries}
 
 

@@ -91,13 +91,13 @@ def find_tasks(
         members, absent = GROUPS.get(group, (group,)), []
         for name in members:
             if items is None or name not in BENCHMARKS:
-                found = _tasks_of(name, world)
+                tasks_of_name = _tasks_of(name, world)
             elif file := _file_of(name, items):
-                found = [_on_file(name, file)]
+                tasks_of_name = [_on_file(name, file)]
             else:
                 absent.append(name)
                 continue
-            for task in found:
+            for task in tasks_of_name:
                 tasks.setdefault(task["task"], task)
         if len(absent) == len(members):
             fix = f"Looked for {', '.join(f'{name}.jsonl' for name in absent)} (or .jsonl.gz)."

@@ -71,11 +71,11 @@ def open_model(
             return jax.device_put(hub.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
     else:
         own = folder / TOKENIZER  # of an import
-        found = own if own.is_dir() else models.made_from(folder, "train-tokenizer")
-        if found is None:
+        tokenizer_folder = own if own.is_dir() else models.made_from(folder, "train-tokenizer")
+        if tokenizer_folder is None:
             raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
         facts, graph = _facts_and_graph(folder)
-        tokenizer, load = Tokenizer(found), partial(trained_params, folder, graph, target.step)
+        tokenizer, load = Tokenizer(tokenizer_folder), partial(trained_params, folder, graph, target.step)
     tokenizer.use_template(facts.get("chat_template"))
     known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
     precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})

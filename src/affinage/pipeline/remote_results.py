@@ -10,7 +10,7 @@ from affinage.checkpoint.remote import RemoteFolder, download_newest, is_inside
 from affinage.errors import UserError, first_line
 from affinage.pipeline.models import SAVED
 from affinage.pipeline.step import print_line
-from affinage.pipeline.store import Request, Store, hash_on_disk, read_manifest
+from affinage.pipeline.store import COPIED, Request, Store, hash_on_disk, read_manifest
 from affinage.results import MANIFEST, Manifest
 
 # Large results that only the next step reads whole. Of the others a report reads the small files.
@@ -23,14 +23,13 @@ class RemoteResults:
 
     def __init__(self, url: str, store: Store) -> None:
         self.url, self.failure = url.rstrip("/"), ""  # why a result was not copied there
-        self._remote, self._store = RemoteFolder(url), store
-        self._manifests: dict[str, Manifest | None] = {}
+        self._store, self._manifests = store, dict[str, Manifest | None]()
 
     def manifest(self, request: Request) -> Manifest | None:
         """The manifest of a result that is there; None if there is none. Raises UserError if the server is silent."""
         name = self._store.path(request).name
         if name not in self._manifests:
-            text = self._remote.read(f"{name}/{MANIFEST}")
+            text = RemoteFolder(f"{self.url}/{name}").read(MANIFEST)
             try:
                 manifest = Manifest.model_validate_json(text or b"{}")
             except ValueError:
@@ -51,17 +50,19 @@ class RemoteResults:
 
     def _fetch(self, request: Request, manifest: Manifest, *, whole: bool) -> None:
         name = self._store.path(request).name
+        there = RemoteFolder(f"{self.url}/{name}")
         files = {file: facts for file, facts in manifest.files.items() if whole or facts.bytes <= _SMALL_FILE}
         print_line(f"copying {name} from {self.url}: {sum(facts.bytes for facts in files.values()) / 1e6:,.1f} MB")
         part = self._store.folder / f".{name}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         for file, facts in files.items():
-            self._remote.get(f"{name}/{file}", part / file)
+            there.get(file, part / file)
             if hash_on_disk(part / file)["sha256"] != facts.sha256:
                 fix = f"Remove its {MANIFEST}, and it is made again."
                 raise UserError(f"{file} is not what was copied there", where=f"{self.url}/{name}", fix=fix)
-        self._remote.get(f"{name}/{MANIFEST}", part / MANIFEST)
+        there.get(MANIFEST, part / MANIFEST)
+        (part / COPIED).write_text(self.url)
         self._store.discard(request)
         part.rename(self._store.path(request))
 
@@ -79,11 +80,16 @@ class RemoteResults:
             steps = not url.startswith("gs://")
             download_newest(url, folder, lambda line: print_line(f"{request.step}: {line}"), steps=steps)
 
+    def is_copied(self, request: Request) -> bool:
+        """Whether a result that is here is there too, which was noted when it was copied: no network is needed."""
+        mark = self._store.path(request) / COPIED
+        return mark.is_file() and mark.read_text() == self.url
+
     def put(self, request: Request) -> None:
         """Copy a complete result there; a failure is kept in `failure`, as the result is good without the copy."""
         folder = self._store.path(request)
-        there, manifest = RemoteFolder(f"{self.url}/{folder.name}"), Manifest.model_validate(read_manifest(folder))
         try:
+            there, manifest = RemoteFolder(f"{self.url}/{folder.name}"), Manifest.model_validate(read_manifest(folder))
             there.remove([MANIFEST])
             sizes = there.sizes()
             for name, facts in manifest.files.items():
@@ -91,6 +97,7 @@ class RemoteResults:
                 if not (name.partition("/")[0] in SAVED and sizes.get(name) == facts.bytes):
                     there.put(folder / name, name)
             there.write(MANIFEST, (folder / MANIFEST).read_bytes())
+            (folder / COPIED).write_text(self.url)
             self._manifests[folder.name] = manifest
         except (UserError, OSError) as error:
             self.failure = first_line(error)

@@ -18,7 +18,7 @@ from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.data.json_files import write_json
 from affinage.data.places import is_url
 from affinage.differing import differing
-from affinage.errors import UserError, first_line
+from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.step import Step, StepContext, at, fingerprints, located, print_line, remote_fingerprints
 from affinage.pipeline.store import REQUEST, Request, Store, link, read_request
@@ -169,15 +169,11 @@ class PipelineRunner:
                     self.store.discard(planned.request)
             self._note(steps)
             if remote is not None:
-                requests = {planned.name: planned.request for planned in steps}
-                try:
-                    for request in requests.values():
-                        if self.store.is_complete(request) and remote.manifest(request) is None:
-                            remote.put(request)
-                except UserError as error:
-                    remote.failure = first_line(error)  # the server is silent now; what is here is good without it
+                for planned in steps:
+                    if planned.reason == _COMPLETE and not (remote.failure or remote.is_copied(planned.request)):
+                        remote.put(planned.request)
                 if all(planned.complete for planned in steps):
-                    remote.bring(requests)
+                    remote.bring({planned.name: planned.request for planned in steps})
                     self._note(steps)
             for planned in steps:
                 if planned.reason != _REMOTE:
@@ -255,8 +251,6 @@ class PipelineRunner:
             seconds = store.finish(request, summary, started=started)
         listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
         return seconds
-
-    # ---- the folder of the run ----
 
     def _link(self, planned: PlannedStep) -> None:
         """Link a result in the run's folder, and remove the links to what was made from another result of its step."""

@@ -129,9 +129,6 @@ def print_line(line: str) -> None:
     rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-# ---- fingerprints of what a recipe reads from outside: a changed file makes the steps that read it run again ----
-
-
 def fingerprints(paths: Iterable[str]) -> dict[str, str]:
     """Fingerprint each local file that `paths` name: a file, a folder (all files in it but hidden ones), or a glob.
 

@@ -104,8 +104,8 @@ def check_export(loaded: LoadedRecipe) -> None:
 def contamination_search(training: Path, settings: DecontaminateSettings | None = None) -> Search | None:
     """What finds items, as `settings` say, in all texts that a model was trained on; None if there are none here."""
     split, tokenizer = made_from(training, "split"), made_from(training, "train-tokenizer")
-    found = [made_from(training, step) for step in ("sft-data", "preference-data")]
-    chats = [(chat / "train", tokenizer) for chat in found if chat is not None and tokenizer is not None]
+    tuned = [made_from(training, step) for step in ("sft-data", "preference-data")]
+    chats = [(chat / "train", tokenizer) for chat in tuned if chat is not None and tokenizer is not None]
 
     def texts() -> Iterator[pa.Array]:
         for batch in read_documents(split / "train", ["text"]) if split is not None else ():

@@ -28,6 +28,7 @@ from affinage.pipeline.step import print_line
 from affinage.results import MANIFEST, RESULT, read_json, versions
 
 REQUEST = "request.json"
+COPIED = "copied.txt"  # of a complete result: the URL where a copy of it is
 FORMAT = 3  # of the folders and keys; with another one, every result is made again
 _POLL = 0.5  # seconds, while another process makes a result
 Name = Annotated[str, StringConstraints(pattern=r"^[\w-]+$")]  # becomes the name of a folder
@@ -107,7 +108,8 @@ class Store:
         if not resume:
             self.discard(request)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).unlink(missing_ok=True)
+        for name in (MANIFEST, COPIED):
+            (folder / name).unlink(missing_ok=True)
         write_json(folder / REQUEST, asdict(request) | {"key": request.key})
         return folder
 

@@ -155,11 +155,11 @@ def read_evaluation(model: str, folder: Path) -> Evaluation:
 def changes(first: Evaluation, last: Evaluation) -> dict[tuple[str, str], Difference]:
     """The paired differences by task and metric; none where only one of the two was asked in the chat template."""
     try:
-        found = compare(read_answers(first.folder), read_answers(last.folder))
+        differences = compare(read_answers(first.folder), read_answers(last.folder))
     except UserError:  # they have no items in common
         return {}
     in_chat = [{name for name, task in one.tasks.items() if task.chat_template} for one in (first, last)]
-    return {(one.task, one.metric): one for one in found if one.task not in in_chat[0] ^ in_chat[1]}
+    return {(one.task, one.metric): one for one in differences if one.task not in in_chat[0] ^ in_chat[1]}
 
 
 # ---- near duplicates ----
@@ -190,13 +190,13 @@ def near_duplicates(dedup: Path, documents: Path) -> tuple[NearDuplicate, ...]:
         wanted = ds.field("id").isin(sorted({pair[key] for pair in pairs for key in ("id", "duplicate_of")}))
         rows = ds.dataset(files).to_table(columns=["source", "id", "text"], filter=wanted).to_pylist() if pairs else []
         texts = {(row["source"], row["id"]): row["text"] for row in rows}
-        found = []
+        duplicates = []
         for pair in pairs:
             kept, removed = _around_difference(
                 texts[pair["duplicate_of_source"], pair["duplicate_of"]], texts[pair["source"], pair["id"]]
             )
-            found.append(NearDuplicate(pair["jaccard"], pair["duplicate_of"], kept, pair["id"], removed))
-        return tuple(found)
+            duplicates.append(NearDuplicate(pair["jaccard"], pair["duplicate_of"], kept, pair["id"], removed))
+        return tuple(duplicates)
     except (pa.ArrowException, OSError, KeyError):
         return ()  # another version's columns, or a file that is gone: the report has no such section then
 

@@ -114,15 +114,22 @@ class CommonRequest(BaseModel):
         return SamplingParams(limit, top_k=max(0, self.top_k), seed=seed, stop=tuple(self.stop), **same)
 
 
+class TextPart(BaseModel, extra="forbid"):
+    """A part of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(BaseModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[dict[Literal["type", "text"], str]]  # only text is understood
+    content: str | list[TextPart]
 
     def as_text(self) -> dict[str, str]:
         """Return it with a role that models are trained with."""
-        text = self.content if isinstance(self.content, str) else "".join(part.get("text", "") for part in self.content)
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 

@@ -123,8 +123,8 @@ def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, step: 
     """The error for the user, with a diagnosis of the step and its batch of this number, also in diagnosis.json."""
     batch = trainer.put(next(trainer.batches(number)), trainer.rows)
     params = trainer.split.full_params(state.params, state.frozen)
-    found = diagnose(trainer.job.graph, trainer.apply_config, params, state.ema_params, batch)
-    facts, path = {"step": step, **found}, trainer.job.folder / "diagnosis.json"
+    diagnosis = diagnose(trainer.job.graph, trainer.apply_config, params, state.ema_params, batch)
+    facts, path = {"step": step, **diagnosis}, trainer.job.folder / "diagnosis.json"
     if Processes.current.first:
         path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
     listed = "".join(f"\n    {name}: {value}"[:305] for name, value in facts.items())
@@ -154,10 +154,10 @@ def diagnose(
 
     weights, values, norms = jax.device_get(jax.jit(examine)(params))
     nodes = [node.name for node in graph.nodes]
-    found = [f"the weights of {name}" for name in nodes if not weights.get(name, True)]
-    found += [f"the value of {name}" for name in nodes if not values.get(name, True)]
-    found += [f"the gradient of {name}" for name in reversed(nodes) if not math.isfinite(norms.get(name, 0.0))]
-    return {"first": (*found, "nothing")[0], "gradient_norms": {name: float(norm) for name, norm in norms.items()}}
+    nonfinite = [f"the weights of {name}" for name in nodes if not weights.get(name, True)]
+    nonfinite += [f"the value of {name}" for name in nodes if not values.get(name, True)]
+    nonfinite += [f"the gradient of {name}" for name in reversed(nodes) if not math.isfinite(norms.get(name, 0.0))]
+    return {"first": (*nonfinite, "nothing")[0], "gradient_norms": {name: float(norm) for name, norm in norms.items()}}
 
 
 def _all_finite(trees: Mapping[str, PyTree]) -> dict[str, Bool[Array, ""]]:

@@ -190,5 +190,5 @@ def build_tasks(
             items["agreement"].append({"choices": pair, "answer": 1 - pair.index(error), "phenomenon": phenomenon})
         chosen = rng.sample([exchange for exchange in exchanges if exchange.lang == language], CHAT_ITEMS)
         items["chat"] = [{"question": each.question, "answer": each.answer, "kind": each.kind} for each in chosen]
-        tasks |= {f"pocket_{kind}_{language}": found for kind, found in items.items()}
+        tasks |= {f"pocket_{kind}_{language}": of_kind for kind, of_kind in items.items()}
     return tasks
