@@ -46,11 +46,16 @@ BELEBELE_ONE_TEXT = {
     "choices": {"A": "neuf", "B": "vieux ", "C": "court", "D": "haut"},
     "answer": "B",
 }
-XWINOGRAD = {"sentence": "Elle dit qu'_ est belle.", "option1": "la coupe", "option2": "la valise", "answer": "2"}
+XWINOGRAD = {
+    "sentence": "Elle dit qu'elle sait laquelle _ prend.",
+    "option1": "la coupe",
+    "option2": "la valise",
+    "answer": "2",
+}
 XWINOGRAD_TOKENS = {
-    "sentence": "Elle dit qu'elle est belle.",
-    "tokens": ["Elle", "dit", "qu'", "elle", "est", "belle", "."],
-    "pronoun": ["elle", [3, 4], ["elle"]],
+    "sentence": "Elle dit qu'elle sait laquelle elle prend.",
+    "tokens": ["Elle", "dit", "qu'", "elle", "sait", "laquelle", "elle", "prend", "."],
+    "pronoun": ["elle", [6, 7], ["elle"]],
     "options": [["la coupe", [0, 1], ["la"], False], ["la valise", [0, 1], ["la"], True]],
 }
 GRAMMAR = {"question": "Il <...> beau.", "answerA": "fait", "answerB": "est", "answerC": "a", "answerD": "va"}

@@ -145,14 +145,11 @@ def test_a_stop_in_the_middle_keeps_what_was_answered(tmp_path):
         if line.startswith("generated 4 "):
             raise KeyboardInterrupt
 
-    first = cached(JaxLM(tiny_llama(), batch=2, progress=stops), tmp_path / "a", "tiny")
-    with pytest.raises(KeyboardInterrupt):
-        texts(first)
-    first.dbdict.close()
-    lm = JaxLM(tiny_llama(), batch=2)
-    again = cached(lm, tmp_path / "a", "tiny")
-    assert texts(again) == texts(JaxLM(tiny_llama())) and lm.requests <= 2  # four were answered, in batches of two
-    again.dbdict.close()
+    first, lm = JaxLM(tiny_llama(), batch=2, progress=stops), JaxLM(tiny_llama(), batch=2)
+    with pytest.raises(KeyboardInterrupt), cached(first, tmp_path / "a", "tiny") as caching:
+        texts(caching)
+    with cached(lm, tmp_path / "a", "tiny") as again:
+        assert texts(again) == texts(JaxLM(tiny_llama())) and lm.requests <= 2  # four were answered, in batches of two
 
 
 def test_texts_that_were_scored_are_not_encoded_again_to_count_the_long_ones(monkeypatch):

@@ -20,6 +20,11 @@ from affinage.parallel import MeshLayout, make_mesh, serving_layout, table_with
 from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_llama
 
 
+def answers_to(model, pairs, **settings):
+    answers = dict(score(model, pairs, **settings))
+    return [answers[index] for index in range(len(pairs))]
+
+
 def slow_score(model, before, continuation):
     whole = (before + continuation)[-(CONTEXT + 1) :]
     logits = np.asarray(jax.nn.log_softmax(full_logits(model, whole[:-1]), axis=-1))
@@ -50,21 +55,19 @@ def some_pairs(model):
 def test_scores_equal_the_definition(batch, block):
     model = tiny_llama()
     pairs = some_pairs(model)
-    answered = {}
-    results = score(model, pairs, answered.setdefault, batch=batch, logits_at_once=block)
-    assert [answered[index] for index in range(len(pairs))] == results
+    results = answers_to(model, pairs, batch=batch, logits_at_once=block)
     for (before, continuation), (value, greedy) in zip(pairs, results, strict=True):
         expected, expected_greedy = slow_score(model, before, continuation)
         assert value == pytest.approx(expected, abs=2e-4)
         assert greedy == expected_greedy
     assert results[-2][1] and not results[-1][1]
-    assert score(model, []) == []
+    assert answers_to(model, []) == []
 
 
 def test_of_equally_likely_tokens_the_first_is_the_greedy_one():
     model = tiny_llama()
     flat = replace(model, params=model.params | {"logits": jax.tree.map(jnp.zeros_like, model.params["logits"])})
-    results = score(flat, [([2], [token]) for token in (0, 1, VOCABULARY - 1)])
+    results = answers_to(flat, [([2], [token]) for token in (0, 1, VOCABULARY - 1)])
     assert [greedy for _, greedy in results] == [True, False, False]
 
 
@@ -97,12 +100,13 @@ def test_a_sharded_model_scores_and_says_what_it_does_on_one_device(mesh, replac
     assert tuple(up) == ((None, "tensor", "fsdp") if replacements else (None, "fsdp", "tensor"))
     assert sharded.row_multiple == (1 if replacements else len(devices) // 2)
     pairs = [([2, 270 + n, 280], [290 + n, 300]) for n in range(5)]
-    expected = [value for value, _ in score(model, pairs)]
-    assert [value for value, _ in score(sharded, pairs)] == pytest.approx(expected, abs=1e-4)
+    expected = [value for value, _ in answers_to(model, pairs)]
+    assert [value for value, _ in answers_to(sharded, pairs)] == pytest.approx(expected, abs=1e-4)
     if not says:
         return
     prompts, request = [before for before, _ in pairs[:3]], SamplingParams(12, ignore_eos=True)
-    assert generate(sharded, prompts, request) == generate(model, prompts, request)
+    said = [[each.tokens for each in generate(one, prompts, request)] for one in (sharded, model)]
+    assert said[0] == said[1]
 
 
 def test_the_batch_shrinks_with_the_square_of_the_context():
@@ -132,7 +136,7 @@ def rows_of(pairs):
 
 
 def packed(groups, batch, multiple=1):
-    told = {"context": ROW, "most": 2 * ROW, "pad": 0, "multiple": multiple}
+    told = {"context": ROW, "most": 2 * ROW, "multiple": multiple}
     return batches(groups, batch * ROW, **told)
 
 
@@ -186,7 +190,7 @@ def test_what_questions_share_is_computed_once_and_short_ones_share_a_row():
 def test_rows_have_few_lengths_and_little_padding(lengths, packed_rows):
     pairs = [([1] * length, [2 + n]) for n, length in enumerate(lengths)]
     groups = [find_groups([row], 60)[0] for row in as_rows(pairs, 60)]
-    found = batches(groups, 600, context=60, most=60 * packed_rows, pad=0, multiple=1)
+    found = batches(groups, 600, context=60, most=60 * packed_rows, multiple=1)
     assert len({one.tokens.shape[1] for one in found}) <= 3
     padded = sum(one.tokens.size for one in found)
     assert padded <= 60 * len(groups) + 60

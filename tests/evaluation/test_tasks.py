@@ -19,11 +19,11 @@ from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet
 from affinage.evaluation.tasks import (
     BENCHMARKS,
     GROUPS,
-    benchmark_items,
     check_names,
     files_of,
     find_tasks,
     is_chat,
+    items_of,
     read_json_lines,
 )
 from benchmark_fixtures import ITEMS, write_items
@@ -172,7 +172,8 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
     write_task(tmp_path, "capitals", items, **asked)
     answered = {"doc_to_choice": None, "doc_to_target": "{{options.text[right]}}", "output_type": "generate_until"}
     write_task(tmp_path, "chat", items, **asked | answered)
-    found = list(benchmark_items([str(tmp_path)]))
+    with quiet():
+        found = list(items_of(load_tasks(find_tasks([str(tmp_path)])[0])))
     assert [(item.benchmark, item.id) for item in found] == [(t, i) for t in ("capitals", "chat") for i in "01"]
     for item in found:
         question, answer = items[int(item.id)]["question"], ("in France", "in Spain")[int(item.id)]
@@ -244,7 +245,7 @@ def test_a_folder_without_the_items_or_with_a_row_of_another_form_is_refused(tmp
         assert mistake.fix or mistake.where
     (tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
     (config,) = find_tasks(["belebele_fra_Latn"], tmp_path)[0]
-    refused(load_tasks, [config], match=r"row 1 .* belebele_fra_Latn")
+    assert refused(load_tasks, [config]).where == f"{tmp_path / 'belebele_fra_Latn.jsonl'}:1"
 
 
 def test_a_full_disk_is_not_said_to_be_the_hub(monkeypatch):
@@ -261,4 +262,4 @@ def test_a_missing_network_is_told_once_and_soon(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    assert "--data-dir" in refused(lambda: list(benchmark_items(["piqa"])), match=r"http://127\.0\.0\.1:9").fix
+    assert "--data-dir" in refused(load_tasks, [{"task": "piqa"}], match=r"http://127\.0\.0\.1:9").fix

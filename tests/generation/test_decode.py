@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import logits_process
 
 from affinage.data.tokenizer import Tokenizer
-from affinage.generation.engine import Engine, EngineRequest, Generation, generate, token_logprobs
+from affinage.generation.engine import Engine, EngineRequest, generate, token_logprobs
 from affinage.generation.sampling import Detokenizer, SamplingParams, SamplingTensors, choose, filtered
 from affinage.hub.folder import CardFacts, export
 from run_affinage import refused
@@ -118,11 +118,11 @@ def test_log_probabilities_are_those_of_the_full_forward_pass():
     (result,) = generate(model, [prompt], SamplingParams(6, ignore_eos=True))
     tokens = [*prompt, *result.tokens]
     expected = np.asarray(torch.log_softmax(torch.tensor(full_logits(model, tokens)), -1))
-    for place, one in enumerate(token_logprobs(model, tokens, 3)):
-        assert one.token == tokens[place + 1]
-        assert one.logprob == pytest.approx(expected[place, one.token], abs=1e-4)
+    for place, ((token, logprob), *likeliest) in enumerate(token_logprobs(model, tokens, 3)):
+        assert token == tokens[place + 1]
+        assert logprob == pytest.approx(expected[place, token], abs=1e-4)
         best = np.sort(expected[place])[::-1][:3]
-        assert [value for _, value in one.top] == pytest.approx(best.tolist(), abs=1e-4)
+        assert [value for _, value in likeliest] == pytest.approx(best.tolist(), abs=1e-4)
 
 
 # ---- text is released once, and as soon as no later token changes it
@@ -135,7 +135,7 @@ texts = st.text(st.sampled_from("abc é€🧀\n\tü"), max_size=25)
 def test_pieces_join_to_the_text(text):
     stream = Detokenizer(tokenizer())
     pieces = [stream.push(token) for token in tokenizer().encode(text)]
-    assert "".join([*pieces, stream.push(None)]) == text == stream.released
+    assert "".join([*pieces, stream.push(None)]) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
@@ -176,8 +176,12 @@ REQUESTS = [
 ]
 
 
-def alone(prompt: list[int], params: SamplingParams) -> Generation:
-    return generate(tiny_llama(), [prompt], params)[0]
+def facts(request: EngineRequest) -> tuple[list[int], str, str]:
+    return request.tokens, request.text, request.finish_reason
+
+
+def alone(prompt: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
+    return facts(generate(tiny_llama(), [prompt], params)[0])
 
 
 @pytest.fixture(scope="module")
@@ -185,15 +189,13 @@ def engine() -> Engine:
     return Engine(tiny_llama(), max_num_seqs=2, steps=4, enable_prefix_caching=True)
 
 
-def run(engine: Engine) -> dict[EngineRequest, tuple[str, Generation]]:
+def run(engine: Engine) -> dict[EngineRequest, str]:
+    """The new texts of the requests that end."""
     texts: dict[EngineRequest, str] = {}
-    ends: dict[EngineRequest, tuple[str, Generation]] = {}
     while engine.waiting or engine.active:
-        for request, text, end in engine.step():
+        for request, text, _ in engine.step():
             texts[request] = texts.get(request, "") + text
-            if end is not None:
-                ends[request] = texts[request], end
-    return ends
+    return {request: text for request, text in texts.items() if request.finish_reason}
 
 
 def test_answers_do_not_depend_on_who_shares_the_batch_and_when_they_came(engine: Engine):
@@ -206,8 +208,8 @@ def test_answers_do_not_depend_on_who_shares_the_batch_and_when_they_came(engine
         engine.submit(EngineRequest([], SamplingParams(5)))
     ends = run(engine)
     for request, (prompt, params) in zip(requests, REQUESTS, strict=True):
-        whole = alone(prompt, params)
-        assert ends[request] == (whole.text.removeprefix(begun if request is requests[0] else ""), whole)
+        assert facts(request) == alone(prompt, params)
+        assert ends[request] == request.text.removeprefix(begun if request is requests[0] else "")
 
 
 def test_rows_of_one_prompt_are_drawn_apart(engine: Engine):
@@ -215,10 +217,9 @@ def test_rows_of_one_prompt_are_drawn_apart(engine: Engine):
     requests = [EngineRequest([2, 50], params, index) for index in range(3)]
     for request in requests:
         engine.submit(request)
-    ends = run(engine)
-    generations = [ends[request][1] for request in requests]
-    assert generations == generate(tiny_llama(), [[2, 50]] * 3, params)
-    assert len({generation.text for generation in generations}) == 3
+    run(engine)
+    assert list(map(facts, requests)) == list(map(facts, generate(tiny_llama(), [[2, 50]] * 3, params)))
+    assert len({request.text for request in requests}) == 3
 
 
 def test_who_goes_away_makes_room(engine: Engine):
@@ -228,7 +229,7 @@ def test_who_goes_away_makes_room(engine: Engine):
     engine.step()
     for request in leaving:
         request.cancelled = True
-    assert {request: end for request, (_, end) in run(engine).items()} == {coming: alone(*REQUESTS[3])}
+    assert list(run(engine)) == [coming] and facts(coming) == alone(*REQUESTS[3])
 
 
 def test_no_program_is_compiled_after_the_warm_up(caplog):

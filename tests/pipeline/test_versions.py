@@ -37,9 +37,9 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "sft": (5, "fad448c32c482c5a", 1.3001),
     "ref-logprobs": (2, "56eb4f072a06ffa4", 3.5479),
     "dpo": (5, "a53c2deb7370ca8e", -0.28489),
-    "evaluate-base": (4, "f91c3f9a057483cc", 0.36981),
-    "evaluate-sft": (4, "a061a8b693036f7c", 0.33348),
-    "evaluate-dpo": (4, "949c78b6d1649071", 0.33348),
+    "evaluate-base": (5, "f91c3f9a057483cc", 0.36981),
+    "evaluate-sft": (5, "a061a8b693036f7c", 0.33348),
+    "evaluate-dpo": (5, "949c78b6d1649071", 0.33348),
     "export": (3, "1d9dce12f21a5b77", 0.94481),
     "report": (3, "f04237ec5f2be45c", 0.0),
 }

@@ -34,13 +34,13 @@ class Running:
 
     def wanted(self) -> int:
         """The number of requests that are open."""
-        return sum(not request.cancelled for request in self.server.loop.requests)
+        return len(self.server.requests)
 
 
 @contextlib.contextmanager
 def running(token: str | None = None) -> Iterator[Running]:
     """Two rows at once, and two that may wait."""
-    served = Server(tiny_llama(), key=token, max_num_seqs=2, max_queue=2, max_tokens=60, max_body=20_000)
+    served = Server(tiny_llama(), key=token, max_num_seqs=2, max_queue=2, max_tokens=60)
     config = uvicorn.Config(served.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
     server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

@@ -37,7 +37,7 @@ def hold_after_the_first_text(monkeypatch: pytest.MonkeyPatch) -> threading.Even
     step, go_on = Engine.step, threading.Event()
 
     def held(engine: Engine):
-        if any(request.detokenizer.released for request in engine.active.values()):
+        if any(request.text for request in engine.active.values()):
             go_on.wait(240)
         return step(engine)
 

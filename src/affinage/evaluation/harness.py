@@ -31,24 +31,17 @@ from sqlitedict import SqliteDict
 from affinage.cluster.processes import Processes
 from affinage.data.places import limit_requests
 from affinage.errors import UserError, did_you_mean, first_line, is_of_network, of_the_machine
-from affinage.evaluation.tasks import BENCHMARKS, GROUPS, is_offline, on_hub
+from affinage.evaluation.tasks import BENCHMARKS, GROUPS, is_offline
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
 _BROADCAST = 1000  # answers in a message to the other hosts
-_PATIENCE = 5.0  # seconds, for the Hub to answer at all
-_OFFLINE = "{} must be reached, or HF_HUB_OFFLINE=1 set to use what was fetched before, or a folder named: --data-dir."
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The harness's Jinja environment, in which templates reach no object of Python and are compiled once."""
-
-    def __init__(self) -> None:
-        super().__init__(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-        self.filters |= lm_eval.utils.env.filters
-        self.from_string = lru_cache(maxsize=None)(self.from_string)  # type: ignore[assignment, method-assign]
-
-
-lm_eval.utils.env = _Sandbox()
+# The harness's templates reach no object of Python, and are compiled once.
+_sandbox = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+_sandbox.filters |= lm_eval.utils.env.filters
+_sandbox.from_string = lru_cache(maxsize=None)(_sandbox.from_string)  # type: ignore[assignment, method-assign]
+lm_eval.utils.env = _sandbox
 
 
 @contextmanager
@@ -79,12 +72,14 @@ def load_tasks(
     loaded: dict[str, Task] = {}
     for spec in map(dict, tasks):
         name, where = spec["task"], str(spec.pop("where", spec["task"]))
-        is_remote, is_own = on_hub(spec), len(spec) > 1 and not is_offline(spec)  # a task file defines it
+        is_own = len(spec) > 1 and not is_offline(spec)  # a task file defines it
+        has_files = "custom_dataset" in spec or "data_files" in spec.get("dataset_kwargs", {})
+        is_remote = not has_files and not os.path.exists(str(spec.get("dataset_path")))
         try:
             if is_own:
                 _check_metrics(spec)
             if is_remote and not huggingface_hub.constants.HF_HUB_OFFLINE:
-                huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_PATIENCE)
+                huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=5)  # is it there at all?
             # A name alone, a whole configuration, or in a group what overrides the data of the harness's own task.
             whole: Any = name if len(spec) == 1 else spec if is_own else {"group": "of this machine", "task": [spec]}
             for own_name, made in manager.load([whole])["tasks"].items():
@@ -94,7 +89,8 @@ def load_tasks(
                     _check_items(made)
                 loaded[own_name] = made
         except UserError as error:
-            raise UserError(error.what, where=error.where or where, fix=error.fix) from error
+            error.where = error.where or where
+            raise
         except (Exception, SystemExit) as error:
             unreachable = is_remote and is_of_network(error)
             if isinstance(error, OSError) and not unreachable and of_the_machine(error) is not None:  # a full disk
@@ -102,7 +98,8 @@ def load_tasks(
             what = f"the task `{name}` cannot be used: {type(error).__name__}: {first_line(error)}"
             fix = "Mend it, or install what it needs, or leave it out."
             if unreachable or (is_remote and isinstance(error, OSError)):
-                fix = _OFFLINE.format(huggingface_hub.constants.ENDPOINT)
+                fix = f"{huggingface_hub.constants.ENDPOINT} must be reached, or HF_HUB_OFFLINE=1 set to use what was "
+                fix += "fetched before, or a folder named: --data-dir."
             raise UserError(what, where=where, fix=fix) from error
     return loaded
 
@@ -126,8 +123,8 @@ def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskMan
 
 def _check_metrics(task: Mapping[str, Any]) -> None:
     """Raise UserError for what a task file may not have: code of others, and metrics that are downloaded programs."""
-    for key in task.keys() & {"use_prompt", "unsafe_code"}:
-        raise UserError(f"`{key}` of a task runs code of others", fix="Leave it out.")
+    if foreign := task.keys() & {"use_prompt", "unsafe_code"}:
+        raise UserError(f"`{min(foreign)}` of a task runs code of others", fix="Leave it out.")
     for metric in task.get("metric_list") or ():
         name = metric.get("metric") if isinstance(metric, Mapping) and not metric.get("hf_evaluate") else None
         if name not in metric_registry:
@@ -141,17 +138,18 @@ def _set_examples(task: ConfigurableTask, num_fewshot: int | None) -> None:
     if config.num_fewshot is None or (num_fewshot is not None and config.num_fewshot != 0):
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
     task.set_fewshot_seed(seed=1234)  # the harness's own default
+    if examples.samples is not None:  # they are written in the task file
+        return
     # The harness leaves the item out where both splits have the same name, of `test_split` only.
     evaluated = config.test_split or config.validation_split
-    shown = examples.split or config.training_split or config.validation_split or config.test_split
-    if examples.samples is None and shown == evaluated:
+    if (examples.split or config.training_split or config.validation_split or config.test_split) == evaluated:
         task.set_config(key="test_split", value=evaluated)
         examples.split = evaluated
-    if (shots := config.num_fewshot) and examples.samples is None:
-        pool = len(list(task.fewshot_docs() or ()))
-        if shots > pool - (examples.split == evaluated):
+    if shots := config.num_fewshot:
+        pool = len(list(task.fewshot_docs() or ())) - (examples.split == evaluated)
+        if shots > pool:
             fix = "Use fewer with --num-fewshot, or give the task more items in `fewshot_split`."
-            raise UserError(f"{shots} examples cannot be shown of the {pool} items that there are", fix=fix)
+            raise UserError(f"{shots} examples cannot be shown of the {pool} items beside the one asked", fix=fix)
 
 
 def _check_items(task: Task) -> None:
@@ -164,7 +162,7 @@ def _check_items(task: Task) -> None:
             for template in filter(None, (task.config.description, task.config.gen_prefix)):
                 lm_eval.utils.apply_template(template, item)
             question, answer = task.doc_to_text(item), task.doc_to_target(item)
-            if question in (None, "None") or answer is None or answer in ("None", []):
+            if question in (None, "None") or answer in (None, "None", []):
                 raise ValueError("no question in `doc_to_text`, or no answer in `doc_to_target`")
             if task.OUTPUT_TYPE != "multiple_choice":
                 continue
@@ -179,25 +177,27 @@ def _check_items(task: Task) -> None:
             raise UserError(f"item {number} cannot be scored: {first_line(error)}", fix=fix) from error
 
 
-def cached(lm: LM, path: Path, model: str) -> CachingLM:
-    """Return the backend with the harness's own cache of answers in a file, of JSON instead of pickles, for one model.
+@contextmanager
+def cached(lm: LM, path: Path | None, model: str) -> Iterator[Any]:
+    """While entered, the backend with the harness's own cache of answers: JSON in a file, not pickles, of one model.
 
-    When hosts evaluate together, the first one has the file and broadcasts its content: all of them must send the same
-    questions to the devices.
+    Without a path the file is a temporary one. When hosts evaluate together, the first one has the file and broadcasts
+    its content: all of them must send the same questions to the devices.
     """
-    processes = Processes.at_work()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = str(path) if processes.first else None  # None: a temporary one
-    answers = SqliteDict(file, encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False)
-    if answers.get("model") != model:
-        answers.clear()
-        answers["model"] = model
-    known = list(answers.items()) if processes.count > 1 and processes.first else []
-    for start in range(0, processes.broadcast("how many answers are known", len(known), seconds=None), _BROADCAST):
-        answers.update(processes.broadcast("known answers", known[start : start + _BROADCAST], seconds=None))
-    answers.commit(blocking=True)
-    caching = CachingLM(lm, answers.filename)
-    caching.dbdict.close()
-    caching.dbdict = answers
-    lm.set_cache_hook(caching.get_cache_hook())
-    return caching
+    processes, file = Processes.at_work(), None
+    if path is not None and processes.first:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = str(path)
+    with SqliteDict(file, encode=json.dumps, decode=json.loads, autocommit=True, outer_stack=False) as answers:
+        if answers.get("model") != model:
+            answers.clear()
+            answers["model"] = model
+        known = list(answers.items()) if processes.count > 1 and processes.first else []
+        for start in range(0, processes.broadcast("how many answers are known", len(known), seconds=None), _BROADCAST):
+            answers.update(processes.broadcast("known answers", known[start : start + _BROADCAST], seconds=None))
+        answers.commit(blocking=True)
+        caching = CachingLM(lm, answers.filename)
+        caching.dbdict.close()
+        caching.dbdict = answers
+        lm.set_cache_hook(caching.get_cache_hook())
+        yield caching

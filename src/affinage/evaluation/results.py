@@ -4,9 +4,10 @@ import hashlib
 import itertools
 import json
 import math
+import shutil
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,45 @@ from affinage.results import read_json
 
 RESULTS = "results.json"
 ITEMS = "items"
-LOG_LIKELIHOOD = "log_likelihood"
 _FACTS = ("id", "hash", "prompt_hash", "target_hash", "filter")  # of a line, besides scores
-# Of a single item the harness has the log-likelihood, in nats; of a whole text also its length in bytes or words.
+# Of a single item the harness has the log-likelihood, in nats.
 _OF_LIKELIHOOD = ("perplexity", "byte_perplexity", "bits_per_byte", "word_perplexity")
+_UNFILTERED = ",none"  # the harness writes METRIC,FILTER
 Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # the harness's, by task
 Lines = Mapping[str, Sequence[dict[str, Any]]]  # by task, see `line_of`
-_Items = dict[tuple[str, int], dict[str, Any]]  # lines by the hash of the item and its number among equal ones
-Answers = dict[tuple[str, str | None], _Items]  # by task and filter of its answers
+# By task and filter of its answers: lines by the hash of the item and its number among equal ones.
+Answers = dict[tuple[str, str | None], dict[tuple[str, int], dict[str, Any]]]
 Search = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
 _ALPHA = 0.05  # a smaller p is a real difference
+
+
+def result_of(
+    name: str, raw: Mapping[str, Any], exceeds: Callable[[Sequence[Any]], bool], chat_template: bool
+) -> dict[str, Any]:
+    """Return the harness's results of a task as {metrics: {metric: {value, stderr}}, items, num_fewshot, version, ...}.
+
+    `chance` is what guessing scores, if known, and `truncated` the number of items with a request that `exceeds` the
+    context.
+    """
+    scores, metrics, samples = raw["results"][name], {}, raw["samples"][name]
+    for key, value in scores.items():
+        metric, _, filtered = key.partition(",")
+        if filtered and not metric.endswith("_stderr"):
+            stderr = finite(scores.get(f"{metric}_stderr,{filtered}"))
+            metrics[key.removesuffix(_UNFILTERED)] = {"value": finite(value), "stderr": stderr}
+    result = {
+        "metrics": metrics,
+        "items": raw["n-samples"][name]["effective"],
+        "truncated": len({item["doc_id"] for item in samples if any(map(exceeds, item["arguments"]))}),
+        "num_fewshot": raw["n-shot"].get(name, 0),
+        "chat_template": chat_template,
+        "version": raw["versions"].get(name),
+    }
+    if raw["configs"][name].get("output_type") == "multiple_choice":
+        # For `acc_mutual_info` the harness requests each choice without the question as well.
+        twice = 2 if any(metric.startswith("acc_mutual_info") for metric in metrics) else 1
+        result["chance"] = sum(twice / len(item["arguments"]) for item in samples) / len(samples)
+    return result
 
 
 def line_of(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,19 +70,11 @@ def line_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     line |= {name: sample[name] for name in ("prompt_hash", "target_hash", "filter")}
     for metric in sample["metrics"]:
         value = sample[metric]
-        whole_text = metric in _OF_LIKELIHOOD and isinstance(value, list | tuple)
-        line[of_item(metric)] = finite(value[0] if whole_text else value)
+        if metric in _OF_LIKELIHOOD:  # of a whole text also its length in bytes or words
+            line["log_likelihood"] = finite(value[0] if isinstance(value, list | tuple) else value)
+        else:
+            line[metric] = finite(value)
     return line
-
-
-def of_item(metric: str) -> str:
-    """Return what a metric is for a single item."""
-    return LOG_LIKELIHOOD if metric in _OF_LIKELIHOOD else metric
-
-
-def label(metric: str, filtered: str | None) -> str:
-    """Return the name in results of a metric of filtered answers: the harness names all filters but `none`."""
-    return metric if filtered in (None, "none") else f"{metric},{filtered}"
 
 
 def finite(value: Any) -> float | None:
@@ -66,10 +88,9 @@ def finite(value: Any) -> float | None:
 def fingerprint(model: LoadedModel) -> str:
     """Return a hash of a model: graph, precision, context, checksums of all weights, tokenizer, template, prompt."""
     tokenizer = model.tokenizer
-    template = None if tokenizer.template is None else tokenizer.template.source
-    vocabulary = hashlib.sha256((tokenizer.folder / FILE).read_bytes()).hexdigest()
     parts = [model.graph.to_dict(), model.compute_dtype, model.context, checksums({"params": model.params})]
-    parts += [vocabulary, tokenizer.opening, tokenizer.stops, template, model.system_prompt]
+    parts += [hashlib.sha256((tokenizer.folder / FILE).read_bytes()).hexdigest(), tokenizer.opening, tokenizer.stops]
+    parts += [tokenizer.template and tokenizer.template.source, model.system_prompt]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
@@ -82,15 +103,12 @@ def write_results(results: Mapping[str, Any], lines: Lines, folder: Path) -> Non
     if earlier.get("fingerprint") != results["fingerprint"]:
         earlier = {}
         (folder / RESULTS).unlink(missing_ok=True)  # first: items without it belong to no model
-        for file in (folder / ITEMS).glob("*.jsonl"):
-            file.unlink()
+        shutil.rmtree(folder / ITEMS, ignore_errors=True)
+    (folder / ITEMS).mkdir(parents=True, exist_ok=True)
     for name, of_task in lines.items():
-        (folder / ITEMS).mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(line) + "\n" for line in of_task)
         write_atomically(folder / ITEMS / f"{name}.jsonl", text.encode())
-    merged = {**earlier, **results}
-    if earlier:
-        merged |= {key: earlier[key] | results[key] for key in ("tasks", "samples")}
+    merged = {**earlier, **results, **{key: earlier.get(key, {}) | results[key] for key in ("tasks", "samples")}}
     if before := earlier.get("contamination"):
         now = results.get("contamination", {})
         kept = {name: entry for name, entry in before["tasks"].items() if name not in results["tasks"]}
@@ -116,14 +134,13 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
         for metric, reported in tasks[name]["metrics"].items():
             key, _, filtered = metric.partition(",")
             chosen = [each for each in samples[name] if each.get("filter", "none") == (filtered or "none")]
-            scores = {each["doc_id"]: each[key] for each in chosen if key in each}
-            if not scores or not all(isinstance(score, int | float) for score in scores.values()):
+            scores = {each["doc_id"]: finite(each.get(key)) for each in chosen}
+            values, value = [score for score in scores.values() if score is not None], reported["value"]
+            if value is None or not values or not math.isclose(statistics.fmean(values), value, abs_tol=1e-9):
                 continue
-            value = reported["value"]
-            if value is not None and math.isclose(statistics.fmean(scores.values()), value, rel_tol=1e-9, abs_tol=1e-9):
-                rest = [float(score) for number, score in scores.items() if number not in left_out]
-                stderr = statistics.stdev(rest) / math.sqrt(len(rest)) if len(rest) > 1 else None
-                without[metric] = {"value": statistics.fmean(rest) if rest else None, "stderr": stderr}
+            rest = [score for item, score in scores.items() if score is not None and item not in left_out]
+            stderr = statistics.stdev(rest) / math.sqrt(len(rest)) if len(rest) > 1 else None
+            without[metric] = {"value": statistics.fmean(rest) if rest else None, "stderr": stderr}
         entries[name] = {"items": len(numbers), "found": in_text, "common": common, "without": without}
     return {"texts": seen.texts, "ngram": seen.n_grams, "tasks": entries}
 
@@ -149,15 +166,7 @@ class Difference:
     low: float
     high: float
     p: float
-
-    @property
-    def is_real(self) -> bool:
-        """Whether so large a difference is unlikely by chance."""
-        return self.p < _ALPHA
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return asdict(self) | {"is_real": self.is_real}
+    is_real: bool  # unlikely by chance
 
 
 def read_answers(folder: Path) -> Answers:
@@ -171,7 +180,7 @@ def read_answers(folder: Path) -> Answers:
             for item in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
                 items = answers.setdefault((file.stem, item.get("filter")), {})
                 count = next(n for n in itertools.count() if (item["hash"], n) not in items)
-                items[item["hash"], count] = {of_item(name): value for name, value in item.items()}
+                items[item["hash"], count] = item
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError("these answers are damaged", where=str(file), fix="Evaluate the model again.") from error
     if not answers:
@@ -194,8 +203,8 @@ def compare(a: Answers, b: Answers) -> list[Difference]:
         otherwise = sum(any(first.get(name) != other.get(name) for name in hashes) for first, other in pairs)
         unmatched = len(ours) + len(theirs) - 2 * len(pairs)
         for metric in dict.fromkeys(name for first, _ in pairs for name in first if name not in _FACTS):
-            both = [(first[metric], other.get(metric)) for first, other in pairs if first.get(metric) is not None]
-            values = np.array([pair for pair in both if pair[1] is not None], np.float64)
+            values = np.array([(first.get(metric), other.get(metric)) for first, other in pairs], np.float64)
+            values = values[~np.isnan(values).any(axis=1)]  # from None: the harness has no score of the item
             if len(values) < 2:
                 continue
             before, after = map(float, values.mean(axis=0))
@@ -211,7 +220,8 @@ def compare(a: Answers, b: Answers) -> list[Difference]:
                 p = float(2 * stats.t.sf(abs((after - before) / error), len(apart) - 1))
             change, counts = after - before, (len(apart), unmatched, otherwise)
             scores = (before, after, change, error, change - reach, change + reach, p)
-            differences.append(Difference(task, label(metric, filtered), *counts, *scores))
+            name = metric if filtered is None else f"{metric},{filtered}".removesuffix(_UNFILTERED)
+            differences.append(Difference(task, name, *counts, *scores, is_real=p < _ALPHA))
     if not differences:
         what = "these two have no benchmark with at least two items in common that both have a score of"
         raise UserError(what, fix="Evaluate both on the same task and data.")

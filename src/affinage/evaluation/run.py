@@ -1,11 +1,11 @@
 """A model's scores: lm-evaluation-harness's own evaluator over our backend, and its results in our form."""
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,14 @@ from affinage.cluster.processes import Processes
 from affinage.data.chat import ChatTemplate, chat_template, guarded
 from affinage.errors import UserError
 from affinage.evaluation.harness import cached, load_tasks, quiet
-from affinage.evaluation.results import (
-    Lines,
-    Search,
-    contamination_of,
-    fingerprint,
-    finite,
-    label,
-    line_of,
-    write_results,
-)
+from affinage.evaluation.results import Lines, Search, contamination_of, fingerprint, line_of, result_of, write_results
 from affinage.evaluation.scoring import default_batch, score
 from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, is_chat, items_of, of_pocket_world
-from affinage.generation.engine import Generation, LoadedModel, generate
+from affinage.generation.engine import EngineRequest, LoadedModel, generate
 from affinage.generation.sampling import SamplingParams
 
-_BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
 _SAMPLES = 3  # items per task in the results for people to read
 _NORMALIZED = ("hellaswag", "arc_challenge", "arc_easy", "piqa", "openbookqa", "agieval_lsat_ar")  # by length
-# Seconds that one host may take longer than another to fetch a task's data and to write its questions. They wait here:
-# inside a program of all hosts, the earlier one would seem to hang.
-_APART = 3600.0
 _MAX_NEW_TOKENS = 64  # of tasks that state none
 
 
@@ -50,18 +37,14 @@ class JaxLM(TemplateLM):
 
     Every text begins with <s>, as every document did in training; the `hf` backend does the same with
     `add_bos_token=True`. Raw text never becomes a control token; in a text that `apply_chat_template` made, the
-    template's control tokens are, and those that a message spells are not.
+    template's control tokens are, and those that a message spells are not. `batch` rows of the model's context are
+    computed at once.
     """
 
-    eot_token_id = prefix_token_id = max_length = 0  # of the harness's interface, as is the name in its cache
-    tokenizer_name = ""
+    eot_token_id = prefix_token_id = max_length = 0  # of the harness's interface, as is the name
+    tokenizer_name = "affinage"
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        batch: int = 64,  # rows of the model's context that memory holds at once
-        progress: Callable[[str], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, model: LoadedModel, batch: int = 64, progress: Callable[[str], None] = lambda _: None) -> None:
         super().__init__()
         self.model = model
         self.requests = 0  # continuations scored and texts generated so far
@@ -70,17 +53,11 @@ class JaxLM(TemplateLM):
         self._progress, self._batch = progress, batch
         self._encode = lru_cache(maxsize=1024)(model.tokenizer.encode)  # choices share their question
         self._fitting: set[tuple[Any, ...]] = set()  # texts of requests that are known to fit the context
-        tokenizer = model.tokenizer
+        tokenizer, template = model.tokenizer, model.tokenizer.template
         self.eot_token_id, self.prefix_token_id = tokenizer.eos, tokenizer.bos  # </s>; <s> stands for an empty context
-        self.max_length, self.tokenizer_name = model.context, f"affinage-{model.name}"
-        if (template := tokenizer.template) is None:
-            source = chat_template(model.system_prompt, opened=bool(tokenizer.opening))
-            template = ChatTemplate(source, tokenizer)
-        self._template = template
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the template's text, for the harness's records."""
-        return self._template.source if chat_template else None
+        self.max_length = model.context
+        source = chat_template(model.system_prompt, opened=bool(tokenizer.opening))
+        self._template = template or ChatTemplate(source, tokenizer)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the conversation in the chat template; without a generation prompt its last message is left open."""
@@ -112,30 +89,19 @@ class JaxLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        pairs = [(context, continuation) for _, context, continuation in requests]
         room = self.max_length + 1
         self._fitting |= {texts for texts, before, after in requests if len(before) + len(after) <= room}
-
-        def keep(index: int, answer: tuple[float, bool]) -> None:
-            self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
-
-        return self._score(pairs, "continuations", keep)
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return self._score(pairs, "continuations", [texts for texts, _, _ in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Return the log-probability of every text, in disjoint windows of the context, the first one after <s>."""
-        texts = [request.args[0] for request in requests]
-        owners: list[int] = []
-        windows: list[tuple[list[int], list[int]]] = []
-        for index, text in enumerate(texts):
-            for window in get_rolling_token_windows(
-                token_list=self.model.tokenizer.encode(text),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            ):
+        totals, owners, windows = [0.0] * len(requests), list[int](), list[tuple[list[int], list[int]]]()
+        for index, request in enumerate(requests):
+            ids = self.model.tokenizer.encode(request.args[0])
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
                 owners.append(index)
                 windows.append(make_disjoint_window(window))
-        totals = [0.0] * len(texts)
         for index, (value, _) in zip(owners, self._score(windows, "windows of text"), strict=True):
             totals[index] += value
         return totals
@@ -161,9 +127,10 @@ class JaxLM(TemplateLM):
                 prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
                 prompts = [ids or [self.prefix_token_id] for ids in prompts]
 
-                def keep(place: int, generation: Generation, indices: list[int] = indices) -> None:
-                    texts[indices[place]] = generation.text
-                    self.cache_hook.add_partial("generate_until", requests[indices[place]].args, generation.text)
+                def keep(generated: EngineRequest, indices: list[int] = indices) -> None:
+                    index = indices[generated.index]
+                    texts[index] = generated.text
+                    self.cache_hook.add_partial("generate_until", requests[index].args, generated.text)
                     self._progress(f"generated {len(texts):,} of {len(requests):,} texts")
 
                 generate(self.model, prompts, params, keep, max_num_seqs=self._batch)
@@ -175,36 +142,35 @@ class JaxLM(TemplateLM):
         if kwargs.get("repetition_penalty") not in (None, 1, 1.0):
             raise UserError("`repetition_penalty` of a task's `generation_kwargs` is not computed", fix="Leave it out.")
         # The end of a document or a turn always ends a generation, so its spelling need not be looked for.
-        until = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=None) if stop]
+        ignored = {"", *self.model.tokenizer.controls}
         return SamplingParams(
             max_new_tokens=min(int(kwargs["max_gen_toks"]), self.max_length // 2),  # half is left for the prompt
             temperature=float(kwargs.get("temperature", 1.0)) if kwargs.get("do_sample", False) else 0.0,
             top_k=int(kwargs.get("top_k") or 0),
             top_p=float(kwargs.get("top_p", 1.0)),
             min_p=float(kwargs.get("min_p") or 0.0),
-            stop=tuple(stop for stop in until if stop not in self.model.tokenizer.controls),
+            stop=tuple(stop for stop in handle_stop_sequences(kwargs.get("until"), eos=None) if stop not in ignored),
         )
 
     def _score(
-        self,
-        pairs: list[tuple[list[int], list[int]]],
-        what: str,
-        answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
+        self, pairs: list[tuple[list[int], list[int]]], what: str, texts: Sequence[tuple[str, str]] = ()
     ) -> list[tuple[float, bool]]:
-        scored = itertools.count(1)
-
-        def keep(index: int, answer: tuple[float, bool]) -> None:
-            answered(index, answer)
-            if (count := next(scored)) % 16 == 0 or count == len(pairs):
-                self._progress(f"scored {count:,} of {len(pairs):,} {what}")
-
+        """The answers to pairs of ids; the harness caches them as they come if it knows the pairs as `texts`."""
+        answers = [(0.0, True)] * len(pairs)
         with self._timed(len(pairs)):
-            return score(self.model, pairs, keep, batch=self._batch)
+            for count, (index, answer) in enumerate(score(self.model, pairs, batch=self._batch), 1):
+                answers[index] = answer
+                if texts:
+                    self.cache_hook.add_partial("loglikelihood", texts[index], answer)
+                if count % 16 == 0 or count == len(pairs):
+                    self._progress(f"scored {count:,} of {len(pairs):,} {what}")
+        return answers
 
     @contextlib.contextmanager
     def _timed(self, requests: int) -> Iterator[None]:
-        """Wait for the other hosts, then count requests and seconds."""
-        Processes.at_work().barrier("the questions of a task", seconds=_APART)
+        """Wait for hosts that still fetch data or write questions; then count requests and seconds."""
+        # They wait here: inside a program of all hosts, the earlier one would seem to hang.
+        Processes.at_work().barrier("the questions of a task", seconds=3600)
         started = time.monotonic()
         yield
         self.requests += requests
@@ -243,21 +209,13 @@ def evaluate(
     chosen, unavailable = find_tasks(tasks, data_dir, world)
     rounds, skipped = {apply_chat_template: chosen}, []  # by whether they are put in the chat template
     if apply_chat_template == "auto":
-        rounds = {templated: [task for task in chosen if is_chat(task) == templated] for templated in (False, True)}
-        skipped = [] if model.chat else [task["task"] for task in rounds.pop(True)]
-    identity = fingerprint(model) if keep is not None or folder is not None else ""
+        rounds = {templated: [*those] for templated, those in groupby(sorted(chosen, key=is_chat), is_chat)}
+        skipped = [] if model.chat else [task["task"] for task in rounds.pop(True, [])]
+    identity, contamination = fingerprint(model), None
     lm = JaxLM(model, batch_size or default_batch(model), progress=progress)
     outcome, items, loaded = dict[str, Any](), dict[str, list[dict[str, Any]]](), dict[str, Any]()
-    contamination = None
-    with contextlib.ExitStack() as stack:
-        caching: Any = lm
-        if keep is not None:
-            caching = cached(lm, keep, identity)
-            stack.callback(caching.dbdict.close)
-        stack.enter_context(quiet())
+    with cached(lm, keep, identity) as caching, quiet():
         for templated, specs in rounds.items():
-            if not specs:
-                continue
             lm.in_chat_template = bool(templated)
             of_round = load_tasks(specs, num_fewshot, CORE_SHOTS if CORE in tasks else {})
             drawn: dict[str, list[int]] = {}  # the places of items, ascending, whatever the other tasks are
@@ -265,18 +223,17 @@ def evaluate(
                 if sample_seed is not None and limit is not None:
                     random, count = np.random.default_rng([sample_seed, *name.encode()]), len(task.eval_docs)
                     drawn[name] = sorted(map(int, random.choice(count, min(limit, count), replace=False)))
-            raw = lm_eval.evaluator.evaluate(
+            raw: Any = lm_eval.evaluator.evaluate(
                 caching,
                 {"tasks": of_round, "groups": {}, "group_map": {}},
                 limit=None if drawn else limit,
                 samples=drawn or None,
-                bootstrap_iters=_BOOTSTRAP,
+                bootstrap_iters=1000,  # for the standard errors that have no closed form (perplexity, F1)
                 apply_chat_template=bool(templated),
                 fewshot_as_multiturn=bool(templated),
             )
-            assert raw is not None
             loaded |= of_round
-            outcome |= {name: _result(name, dict(raw), lm) for name in raw["n-samples"]}
+            outcome |= {name: result_of(name, raw, lm.exceeds, bool(templated)) for name in raw["n-samples"]}
             items |= raw["samples"]
         if seen is not None:
             progress("searching the training text for the items")
@@ -286,6 +243,7 @@ def evaluate(
     results = {
         "model": model.name,
         "context": model.context,
+        "fingerprint": identity,
         "tasks": outcome,
         "unavailable": unavailable,
         "skipped": skipped,
@@ -303,7 +261,6 @@ def evaluate(
     lines = {name: [line_of(item) for item in of_task] for name, of_task in items.items()}
     answered(lines)
     if folder is not None:
-        results |= {"fingerprint": identity}
         write_results(results, lines, folder)
     return results
 
@@ -311,33 +268,6 @@ def evaluate(
 def has_chat_template(model: LoadedModel) -> bool:
     """Return whether a model has learned a template: its tokenizer's, or ours if it was trained to chat."""
     return model.chat or model.tokenizer.template is not None
-
-
-def _result(name: str, raw: Mapping[str, Any], lm: JaxLM) -> dict[str, Any]:
-    """The harness's results of a task as {metrics: {metric: {value, stderr}}, items, num_fewshot, version, ...}.
-
-    `chance` is what guessing scores, if known, and `truncated` the number of items that did not fit the context.
-    """
-    scores, metrics = raw["results"][name], {}
-    for key, value in scores.items():
-        metric, _, filtered = key.partition(",")
-        if filtered and not metric.endswith("_stderr"):
-            stderr = finite(scores.get(f"{metric}_stderr,{filtered}"))
-            metrics[label(metric, filtered)] = {"value": finite(value), "stderr": stderr}
-    samples = raw["samples"][name]
-    result = {
-        "metrics": metrics,
-        "items": raw["n-samples"][name]["effective"],
-        "truncated": len({item["doc_id"] for item in samples if any(map(lm.exceeds, item["arguments"]))}),
-        "num_fewshot": raw["n-shot"].get(name, 0),
-        "chat_template": lm.in_chat_template,
-        "version": raw["versions"].get(name),
-    }
-    if raw["configs"][name].get("output_type") == "multiple_choice":
-        # For `acc_mutual_info` the harness requests each choice without the question as well.
-        twice = 2 if any(metric.startswith("acc_mutual_info") for metric in metrics) else 1
-        result["chance"] = sum(twice / len(item["arguments"]) for item in samples) / len(samples)
-    return result
 
 
 def _centered_mean(outcome: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,11 @@ Rows that begin alike are a prefix group: the shared tokens stand once, and each
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,18 +137,10 @@ class Batch:
                 start += count
 
 
-def batches(
-    groups: Sequence[PrefixGroup],
-    tokens: int,
-    *,
-    context: int,
-    most: int,
-    pad: int,
-    multiple: int,
-) -> list[Batch]:
+def batches(groups: Sequence[PrefixGroup], tokens: int, *, context: int, most: int, multiple: int) -> list[Batch]:
     """Return batches of few shapes, the longest first so that memory runs out at once or never.
 
-    A batch has at most `tokens`, or a row, and a `multiple` of rows, filled up with the id `pad`. The model's rows have
+    A batch has at most `tokens`, or a row, and a `multiple` of rows, filled up with PAD. The model's rows have
     `context` tokens; those with several groups have at most `most`, and there are none if that is 0.
     """
     # Rows are of two lengths, the longest and one that leaves little padding; with 0 for `most` each has one group.
@@ -171,7 +164,7 @@ def batches(
             columns, of_part = _padded(_targets(rows[0])), 1
         joined = length > context or any(len(row) > 1 or len(row[0].rows) > 1 for row in rows)
         for start in range(0, len(padded), of_batch):
-            made.append(_batch(padded[start : start + of_batch], length, of_part, columns, pad, joined))
+            made.append(_batch(padded[start : start + of_batch], length, of_part, columns, joined))
     return sorted(made, key=lambda batch: -batch.tokens.size)
 
 
@@ -201,12 +194,12 @@ def _packed(longest_first: Sequence[PrefixGroup], sizes: Sequence[int], *, packe
     return rows
 
 
-def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, pad: int, joined: bool) -> Batch:
+def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, joined: bool) -> Batch:
     """A batch of rows, of which `of_part` are a part with `columns` targets."""
     parts = len(rows) // of_part
     positions, segments, prefixes = arrays = [np.zeros((len(rows), length), np.int32) for _ in range(3)]
     after_which, targets = (np.zeros((parts, columns), np.int32) for _ in range(2))
-    tokens, requests = np.full((len(rows), length), pad, np.int32), [list[tuple[int, int]]() for _ in range(parts)]
+    tokens, requests = np.full((len(rows), length), PAD, np.int32), [list[tuple[int, int]]() for _ in range(parts)]
     for index, groups in enumerate(rows):
         part, place_in_part = divmod(index, of_part)
         column = sum(count for _, count in requests[part])
@@ -237,9 +230,6 @@ def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, p
     return Batch(tokens, places, after_which, targets, requests, joined)
 
 
-Scores = tuple[Float[Array, "R P"], Bool[Array, "R P"]]
-
-
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _scores(
     graph: Graph,
@@ -251,7 +241,7 @@ def _scores(
     logit_positions: Int[Array, "R P"],
     targets: Int[Array, "R P"],
     places: Mapping[str, Int[Array, "B S"]],  # see `logits_of`
-) -> Scores:
+) -> tuple[Float[Array, "R P"], Bool[Array, "R P"]]:
     """Log-probability of each target, and whether it is the most likely token, in float32, a block at a time."""
     lazy, _ = logits_of(graph, params, tokens, dtype, places=places, layout=layout, logit_positions=logit_positions)
     vocabulary = lazy.kernel.shape[0]
@@ -273,41 +263,32 @@ def _scores(
 def score(
     model: LoadedModel,
     pairs: Sequence[Pair],
-    answered: Callable[[int, tuple[float, bool]], None] = lambda _index, _answer: None,
     *,
     batch: int = 64,  # rows of the model's context that memory holds at once
     logits_at_once: int = LOGITS_AT_ONCE,  # elements of the largest block of float32 logits that the device holds
-) -> list[tuple[float, bool]]:
-    """Return for (context ids, continuation ids) the continuation's log-probability, and whether it is greedy.
+) -> Iterator[Answer]:
+    """Yield the answer to each pair (context ids, continuation ids), in the order in which batches are done.
 
-    Logarithms are natural. Pairs longer than the model's context plus one are cut from the left. Shared prefixes are
-    computed once, and several continuations in a row, if all layers of the model can. `answered` is called with the
-    index of a pair and its answer as batches are done. Raises UserError for a continuation longer than the context.
+    An answer is the index of the pair with the continuation's natural log-probability, and whether it is greedy. Pairs
+    longer than the model's context plus one are cut from the left. Shared prefixes are computed once, and several
+    continuations in a row, if all layers of the model can. Raises UserError for a continuation longer than the context.
     """
-    results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-
-    def collect(done: Batch, scores: Scores) -> None:
-        for place, answer in done.answers(*map(model.on_host, scores)):
-            results[place] = answer
-            answered(place, answer)
-
     rows, needed = as_rows(pairs, model.context), model.graph.needed_for(model.graph.logits)
     packed = all(node.layer.joins for node in model.graph.nodes if node.name in needed)
     # Scores of attention in a row of twice the context take the memory of four rows.
     most = packed * model.context * (2 if batch >= 4 * model.row_multiple else 1)
     tokens = min(batch * model.context, _MAX_TOKENS.get(jax.default_backend(), batch * model.context))
     program = partial(_scores, model.graph, model.compute_dtype, model.layout, logits_at_once, model.params)
-    pending: list[tuple[Batch, Scores]] = []
-    groups, multiple = find_groups(rows, most), model.row_multiple
-    for each in batches(groups, tokens, context=model.context, most=most, pad=PAD, multiple=multiple):
+    made = batches(find_groups(rows, most), tokens, context=model.context, most=most, multiple=model.row_multiple)
+
+    def dispatch(each: Batch) -> Any:
         places = each.places if each.joined else {}
         arrays = jax.tree.map(model.place, (each.tokens, each.logit_positions, each.targets, places))
-        pending.append((each, program(*arrays)))
-        if len(pending) > 1:  # the device computes this batch while the numbers of the one before are taken apart
-            collect(*pending.pop(0))
-    for last in pending:
-        collect(*last)
-    return results
+        return each, program(*arrays)
+
+    # The device computes a batch while the numbers of the one before are taken apart.
+    for (done, scores), _ in pairwise(chain(map(dispatch, made), [None])):
+        yield from done.answers(*map(model.on_host, scores))
 
 
 def default_batch(model: LoadedModel) -> int:

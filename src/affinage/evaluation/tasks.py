@@ -7,6 +7,7 @@ from a folder of JSON Lines in which a row is as in the Hub's dataset, or in ano
 import gzip
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from affinage.data.decontaminate import BenchmarkItem
 
 ChatTemplateUse = Literal["auto"] | bool
+Folder = str | Path | None
 Task = dict[str, Any]  # the configuration of a task, with its file as `where`; or {"task": name} for the harness's own
 _PATHS = "Paths start from the working directory."
 _TASK_FILE = "A task file is YAML: `task: NAME`, `dataset_path: json`, `dataset_kwargs: {data_files: items.jsonl}`, ..."
 _SUFFIXES = (".yaml", ".yml")
-_LINES = "It must be UTF-8 text with one JSON object a line, plain or compressed with gzip."
+_LINES = "A line must be a JSON object in UTF-8, and an item of a benchmark as in the Hub's dataset."
 
 _LISTED = yaml.safe_load(files("affinage.evaluation").joinpath("benchmarks.yaml").read_text(encoding="utf-8"))
 BENCHMARKS: dict[str, Task] = _LISTED["benchmarks"]
@@ -58,21 +60,13 @@ def is_chat(task: Mapping[str, Any]) -> bool:
     return not is_offline(task) and (tagged or task.get("output_type") == "generate_until")
 
 
-def on_hub(task: Mapping[str, Any]) -> bool:
-    """Return whether its items come from the Hub, or from its cache."""
-    kwargs, path = task.get("dataset_kwargs") or {}, str(task.get("dataset_path", "none"))
-    return "custom_dataset" not in task and "data_files" not in kwargs and not Path(path).exists()
-
-
 def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:
     """Return the files of a folder that these benchmarks and groups read, each once."""
     members = [member for task in tasks for member in GROUPS.get(task, (task,)) if member in BENCHMARKS]
     return list(dict.fromkeys(file for name in members if (file := _file_of(name, Path(os.path.expanduser(data_dir))))))
 
 
-def find_tasks(
-    names: Sequence[str], data_dir: str | Path | None = None, world: Path | None = None
-) -> tuple[list[Task], list[str]]:
+def find_tasks(names: Sequence[str], data_dir: Folder = None, world: Folder = None) -> tuple[list[Task], list[str]]:
     """Return the tasks that names stand for, and the members of groups that are left out.
 
     A name is one of our groups (`julian`, `french`), the pocket world (all task files in `tasks/` of its folder
@@ -85,43 +79,35 @@ def find_tasks(
     items = None if data_dir is None else Path(os.path.expanduser(data_dir))
     if items is not None and not items.is_dir():
         raise UserError(f"there is no folder {items}", where="evaluate.data_dir", fix=_PATHS)
-    tasks: dict[str, Task] = {}
-    left_out: list[str] = []
+    tasks, left_out = dict[str, Task](), list[str]()
     for group in names:
-        members, absent = GROUPS.get(group, (group,)), []
-        for name in members:
-            if items is None or name not in BENCHMARKS:
-                tasks_of_name = _tasks_of(name, world)
-            elif file := _file_of(name, items):
-                tasks_of_name = [_on_file(name, file)]
-            else:
-                absent.append(name)
-                continue
-            for task in tasks_of_name:
-                tasks.setdefault(task["task"], task)
+        members = GROUPS.get(group, (group,))
+        files = {name: _file_of(name, items) for name in members if items is not None and name in BENCHMARKS}
+        absent = [name for name, file in files.items() if file is None]
         if len(absent) == len(members):
             fix = f"Looked for {', '.join(f'{name}.jsonl' for name in absent)} (or .jsonl.gz)."
             raise UserError(f"there are no items of `{group}` in {items}", fix=fix)
         left_out += absent
+        for name in (member for member in members if member not in absent):
+            for task in [_on_file(name, file)] if (file := files.get(name)) else _tasks_of(name, world):
+                tasks.setdefault(task["task"], task)
     return list(tasks.values()), left_out
 
 
-def check_names(
-    names: Sequence[str], data_dir: str | Path | None = None, world: Path | None = None, *, where: str
-) -> None:
+def check_names(names: Sequence[str], data_dir: Folder = None, world: Folder = None, *, where: str) -> None:
     """Raise UserError for names that `find_tasks` refuses or the harness does not know, before a model is loaded.
 
     The harness takes seconds to look up a name; names that are ours need it not. `where` names their origin.
     """
-    named = [task["task"] for task in find_tasks(names, data_dir, world)[0] if len(task) == 1]
-    if unknown := [name for name in named if name not in BENCHMARKS]:
+    named = {task["task"] for task in find_tasks(names, data_dir, world)[0] if len(task) == 1}
+    if unknown := sorted(named - BENCHMARKS.keys()):
         from affinage.evaluation.harness import quiet, task_manager
 
         with quiet():
             task_manager(unknown, where)
 
 
-def _tasks_of(name: str, world: Path | None) -> list[Task]:
+def _tasks_of(name: str, world: Folder) -> list[Task]:
     """The tasks of a task file or a folder of them, or the name alone if it must be one of the harness's."""
     if not of_pocket_world(name):
         place = Path(os.path.expanduser(name))
@@ -130,15 +116,14 @@ def _tasks_of(name: str, world: Path | None) -> list[Task]:
         fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
         raise UserError(what, where=name, fix=fix)
     else:
-        place = world / "tasks" / ("" if name == POCKET_WORLD else f"{name}.yaml")
+        place = Path(world) / "tasks" / ("" if name == POCKET_WORLD else f"{name}.yaml")
     if not place.exists():
         if is_task_file(name):
             raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
         return [{"task": name}]
     paths = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.suffix in _SUFFIXES)
-    read = [(path, _read_yaml(path)) for path in paths]
     # A file without `task` is a template that others include.
-    tasks = [_with_data(task, path) for path, task in read if isinstance(task.get("task"), str)]
+    tasks = [_with_data(task, path) for path in paths if isinstance((task := _read_yaml(path)).get("task"), str)]
     if not tasks:
         raise UserError("there is no task in it", where=str(place), fix=_TASK_FILE)
     return tasks
@@ -159,26 +144,22 @@ def _read_yaml(file: Path) -> Task:
 
 def _with_data(task: Task, file: Path) -> Task:
     """The configuration with its file, with absolute paths of data files, and with a split to evaluate."""
-    task, kwargs = {**task, "where": str(file)}, task.get("dataset_kwargs") or {}
-    if "dataset_path" not in task or not isinstance(kwargs, dict):
-        what = f"the task `{task['task']}` needs a `dataset_path`, and a mapping as `dataset_kwargs`"
-        raise UserError(what, where=str(file), fix=_TASK_FILE)
-    if "data_files" not in kwargs:
-        return task
-    listed, data_files = kwargs["data_files"], dict[str, list[str]]()
     try:
+        made = task | {"where": str(file), "dataset_kwargs": dict(task.get("dataset_kwargs") or {})}
+        is_json, listed = task["dataset_path"] == "json", made["dataset_kwargs"].get("data_files")
+        if listed is None:
+            return made
+        made["dataset_kwargs"]["data_files"] = data_files = dict[str, list[str]]()
         for split, paths in (listed if isinstance(listed, dict) else {"train": listed}).items():
             names = [paths] if isinstance(paths, str) else paths
             data_files[split] = [str((file.parent / name).resolve(strict=True)) for name in names]
         if not task.get("test_split") and not task.get("validation_split"):
-            task["test_split"] = next(iter(data_files))
-    except (OSError, TypeError, StopIteration) as error:
-        what = f"`data_files` names no files beside the task file: {error}"
+            made["test_split"] = next(iter(data_files))
+    except (OSError, LookupError, ValueError, TypeError, StopIteration) as error:
+        what = f"the data of the task `{task['task']}` are not found: {type(error).__name__}: {error}"
         raise UserError(what, where=str(file), fix=_TASK_FILE) from error
-    if task["dataset_path"] == "json":
-        # In memory: `datasets` would write an Arrow copy into its cache, and take longer than the model does.
-        task["custom_dataset"] = read_json_lines
-    return task | {"dataset_kwargs": {**kwargs, "data_files": data_files}}
+    # In memory: `datasets` would write an Arrow copy into its cache, and take longer than the model does.
+    return made | ({"custom_dataset": read_json_lines} if is_json else {})
 
 
 def _file_of(benchmark: str, folder: Path) -> Path | None:
@@ -201,7 +182,7 @@ def _on_file(name: str, file: Path) -> Task:
         "test_split": "test",
         "fewshot_split": "test",  # there are no other items
     }
-    return config | {"process_docs": None} if "query" in next(_read_rows(file), {}) else config  # processed already
+    return config | {"process_docs": None} if "query" in next(_read_rows(file, ""), {}) else config  # processed already
 
 
 def _belebele(row: Task) -> Task:
@@ -216,12 +197,12 @@ def _belebele(row: Task) -> Task:
 def _winograd_schema(row: Task) -> Task:
     """From the pronoun's place among the tokens; the harness wants the sentence with `_` for it, and two options."""
     sentence, (pronoun, (first, _), _) = row["sentence"], row["pronoun"]
-    place = 0
-    for token in row["tokens"][:first]:
-        place = max(place, sentence.find(token, place))  # some tokens are spelled otherwise in the sentence
-    place = sentence.index(pronoun, place)
+    # Tokens may be spelled otherwise in the sentence, which is not shorter than they are.
+    word = re.compile(rf"\b{re.escape(pronoun)}\b").search(sentence, sum(map(len, row["tokens"][:first])))
+    if word is None:
+        raise ValueError(f"{pronoun!r} does not stand in the sentence where `tokens` have it")
     (option1, _, _, right), (option2, _, _, _) = row["options"]
-    blanked = sentence[:place] + "_" + sentence[place + len(pronoun) :]
+    blanked = f"{sentence[: word.start()]}_{sentence[word.end() :]}"
     return {"sentence": blanked, "option1": option1, "option2": option2, "answer": "1" if right else "2"}
 
 
@@ -236,7 +217,7 @@ _FORMS: dict[str, tuple[str, Callable[[Task], Task]]] = {
 
 
 def read_json_lines(
-    *, data_files: Mapping[str, Iterable[str]], benchmark: str | None = None, **_metadata: Any
+    *, data_files: Mapping[str, Iterable[str]], benchmark: str = "", **_metadata: Any
 ) -> dict[str, "datasets.Dataset"]:
     """Return the splits of a task kept as JSON Lines (plain or .gz), as the harness wants them.
 
@@ -244,51 +225,34 @@ def read_json_lines(
     """
     import datasets  # seconds
 
-    key, convert = _FORMS.get(BENCHMARKS.get(benchmark or "", {}).get("form", ""), ("", dict))
-    splits = {}
+    form, splits = BENCHMARKS.get(benchmark, {}).get("form", ""), {}
     for split, paths in data_files.items():
-        rows, where = [row for path in paths for row in _read_rows(Path(path))], ", ".join(paths)
+        rows = [row for path in paths for row in _read_rows(Path(path), form)]
         if not rows:
-            raise UserError(f"the split `{split}` has no items", where=where, fix=_LINES)
-        for number, row in enumerate(rows):
-            try:
-                rows[number] = row if key in row else convert(row)
-            except (KeyError, ValueError, TypeError, IndexError) as error:
-                what = f"row {number + 1} is not an item of {benchmark}: {type(error).__name__}: {error}"
-                raise UserError(what, where=where, fix="Take the file of the Hub's dataset.") from error
+            raise UserError(f"the split `{split}` has no items", where=", ".join(paths), fix=_LINES)
         splits[split] = datasets.Dataset.from_list(rows)
     return splits
 
 
-def _read_rows(path: Path) -> Iterator[Task]:
-    number = 0
+def _read_rows(path: Path, form: str) -> Iterator[Task]:
+    number, (of_hub, convert) = 0, _FORMS.get(form, ("", dict))
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):  # noqa: B007  the message about a mistake has it
                 if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise ValueError(f"is not an object but a {type(row).__name__}")
-                    yield row
-    except (OSError, ValueError, EOFError, RecursionError) as error:
-        what = f"is not JSON Lines: {getattr(error, 'msg', error)}"
+                    if not isinstance(row := json.loads(line), dict):
+                        raise ValueError(f"not an object but a {type(row).__name__}")
+                    yield row if of_hub in row else convert(row)
+    except (OSError, EOFError, LookupError, ValueError, TypeError, RecursionError) as error:
+        what = f"no item can be read: {type(error).__name__}: {getattr(error, 'msg', error)}"
         raise UserError(what, where=f"{path}:{number}", fix=_LINES) from error
 
 
-def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> "Iterator[BenchmarkItem]":
-    """Yield all items of the tasks `names` (see `find_tasks`), each with the texts that would give it away.
-
-    Those are every string in the item's data, and the question with its right answer. Items are numbered from 0. Raises
-    UserError for tasks that cannot be found or whose data cannot be fetched.
-    """
-    from affinage.evaluation.harness import load_tasks, quiet
-
-    with quiet():
-        yield from items_of(load_tasks(find_tasks(names, data_dir)[0]))
-
-
 def items_of(tasks: Mapping[str, Any]) -> "Iterator[BenchmarkItem]":
-    """Yield the same for tasks as the harness has loaded them, by name."""
+    """Yield all items of tasks, as `load_tasks` returns them, each with the texts that would give it away.
+
+    Those are every string in the item's data, and the question with its right answer. Items are numbered from 0.
+    """
     from affinage.data.decontaminate import BenchmarkItem, strings_in  # a moment
 
     for name, task in tasks.items():

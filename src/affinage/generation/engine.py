@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Float, Int
 from numpy.typing import ArrayLike
 
 from affinage.config.training import AttentionImplementation
@@ -62,9 +62,8 @@ class LoadedModel:
 
     def on_host(self, array: Array) -> np.ndarray:
         """Return a computed array as numpy; where several hosts have parts of it, all of them must call this."""
-        if self.layout is not None and not array.is_fully_addressable and not array.is_fully_replicated:
-            return np.asarray(process_allgather(array, tiled=True))
-        return np.asarray(array)
+        has_all = array.is_fully_addressable or array.is_fully_replicated
+        return np.asarray(array if has_all else process_allgather(array, tiled=True))
 
     @property
     def row_multiple(self) -> int:
@@ -95,46 +94,33 @@ def logits_of(
     return outputs.values[graph.logits], outputs.cache
 
 
-@dataclass(frozen=True)
-class Generation:
-    """What follows a prompt."""
-
-    tokens: list[int]  # up to the one that completed a stop string, without a token that ended the text
-    text: str  # up to a stop string
-    finish_reason: str  # eos (a token that ends a text or a turn), stop or length
-
-
 @dataclass(eq=False)
 class EngineRequest:
-    """A prompt (token ids) to be continued."""
+    """A prompt (token ids) to be continued, and what follows it so far."""
 
     prompt: Sequence[int]
     params: SamplingParams
     index: int = 0  # distinguishes requests of the same prompt and seed
     cancelled: bool = False  # gives its slot back at the next step
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # up to the one that completed a stop string, without a final eos
+    text: str = ""  # up to a stop string
+    finish_reason: str = ""  # once it has ended: eos (a token that ends a text or a turn), stop or length
     limit: int = 0  # the largest number of tokens to generate; set by `Engine.submit`, as is the next
     detokenizer: Detokenizer = field(init=False)
 
 
-Event = tuple[EngineRequest, str, Generation | None]  # new text of a request, and its generation when it has ended
+Event = tuple[EngineRequest, str, bool]  # new text of a request, and whether it has ended
 
 
 class Rows(NamedTuple):
-    """Where each row stands; made from the requests for every dispatch."""
+    """Where each row stands, made from the requests for every dispatch; at its limit it has ended."""
 
+    sampling: SamplingTensors
     token: Int[Array, "B"]  # the last one, not yet in the cache
     position: Int[Array, "B"]  # of that token
     generated: Int[Array, "B"]
     limit: Int[Array, "B"]  # the largest number of tokens; after a token that ends the text, the number generated
     number: Int[Array, "B"]  # of the request, for its draws
-    ignore_eos: Bool[Array, "B"]
-    sampling: SamplingTensors
-
-    @property
-    def done(self) -> Bool[Array, "B"]:
-        """Whether a row has ended."""
-        return self.generated >= self.limit
 
 
 @lru_cache(maxsize=8)
@@ -147,10 +133,10 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
 
     def advance(rows: Rows, logits: Logits) -> tuple[Rows, Int[Array, "B"]]:
         """Choose a token for every row that is not done; the others stay as they are."""
-        done = rows.done
+        done = rows.generated >= rows.limit
         chosen = choose(multiply_out(logits.hidden[:, 0], logits.kernel), rows.sampling, rows.number, rows.generated)
         generated = rows.generated + ~done
-        stopped = jnp.isin(chosen, jnp.array(stops, jnp.int32)) & ~rows.ignore_eos & ~done
+        stopped = jnp.isin(chosen, jnp.array(stops, jnp.int32)) & ~rows.sampling.ignore_eos & ~done
         advanced = rows._replace(
             token=jnp.where(done, rows.token, chosen),
             position=rows.position + ~done,
@@ -158,10 +144,6 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
             limit=jnp.where(stopped, generated, rows.limit),
         )
         return advanced, jnp.where(done, _NOTHING, chosen)
-
-    @jax.jit
-    def prepare(params: PyTree) -> PyTree:
-        return for_decoding(graph, params, jnp.dtype(dtype))
 
     @partial(jax.jit, static_argnames=("slots", "length"))
     def empty(slots: int, length: int) -> Any:
@@ -202,7 +184,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
 
         def unfinished(carry: tuple[Array, Any, Rows, Array]) -> Array:
             step, _, rows, _ = carry
-            return (step < steps) & ~jnp.all(rows.done)
+            return (step < steps) & jnp.any(rows.generated < rows.limit)
 
         def generate_token(carry: tuple[Array, Any, Rows, Array]) -> tuple[Array, Any, Rows, Array]:
             step, part, rows, out = carry
@@ -216,6 +198,7 @@ def _compiled(graph: Graph, dtype: str, layout: MeshLayout | None, stops: tuple[
         _, part, _, out = jax.lax.while_loop(unfinished, generate_token, (jnp.int32(0), part, rows, out))
         return sharded(jax.tree.map(lambda old, new: old.at[:, :, :, :span].set(new), cache, part)), out
 
+    prepare = jax.jit(lambda params: for_decoding(graph, params, jnp.dtype(dtype)))
     return prepare, empty, prefill, decode
 
 
@@ -306,21 +289,22 @@ class Engine:
         # The slots that hold least come first; what the others hold may still be of use.
         free = sorted(set(range(self.slots)) - self.active.keys(), key=lambda slot: len(self._held[slot]))
         while free and self.waiting:
-            most = 1 if self._prefix_caching else len(free)
-            first = [self.waiting.popleft() for _ in range(min(most, len(self.waiting)))]
+            count = min(1 if self._prefix_caching else len(free), len(self.waiting))
+            first = [self.waiting.popleft() for _ in range(count)]
             requests, start = [request for request in first if not request.cancelled], 0
-            if requests and self._prefix_caching:
+            if not requests:
+                continue
+            if self._prefix_caching:
                 prompt = requests[0].prompt[:-1]  # the last token is computed in any case
                 shared = {slot: sum(takewhile(bool, map(eq, self._held[slot], prompt))) for slot in free}
                 best = max(free, key=shared.__getitem__)
                 if shared[best] >= _WORTH_KEEPING:
                     start = shared[best]
                     free.insert(0, free.pop(free.index(best)))
-            if requests:
-                slots, free = free[: len(requests)], free[len(requests) :]
-                emitted = self._fill(requests, slots, start)
-                self.active |= dict(zip(slots, requests, strict=True))
-                events += self._events(emitted, slots)
+            slots, free = free[: len(requests)], free[len(requests) :]
+            emitted = self._fill(requests, slots, start)
+            self.active |= dict(zip(slots, requests, strict=True))
+            events += self._events(emitted, slots)
         return events
 
     def _fill(self, requests: Sequence[EngineRequest], slots: Sequence[int], start: int) -> Array:
@@ -342,18 +326,19 @@ class Engine:
 
     def _dispatch(self, program: Any, requests: Sequence[EngineRequest], *arrays: np.ndarray, **static: Any) -> Array:
         """Run a program on the donated cache, with one row for each request; return the tokens that it chose."""
-        numbers = {
-            "token": [(each.tokens or each.prompt)[-1] for each in requests],
-            "position": [len(each.prompt) + len(each.tokens) - 1 for each in requests],
-            "generated": [len(each.tokens) for each in requests],
-            "limit": [each.limit for each in requests],
-            "number": [each.index for each in requests],
-        }
-        columns: dict[str, Any] = {name: np.array(values, np.int32) for name, values in numbers.items()}
-        columns["ignore_eos"] = np.array([each.params.ignore_eos for each in requests])
-        columns["sampling"] = SamplingTensors.of([each.params for each in requests])
+        columns: Any = np.array(
+            [
+                [(each.tokens or each.prompt)[-1] for each in requests],
+                [len(each.prompt) + len(each.tokens) - 1 for each in requests],
+                [len(each.tokens) for each in requests],
+                [each.limit for each in requests],
+                [each.index for each in requests],
+            ],
+            np.int32,
+        )
+        rows = Rows(SamplingTensors.of([each.params for each in requests]), *columns)
         cache, self._cache = self._cache or self._empty(slots=self.slots, length=self.length), None
-        rows, arrays = jax.tree.map(self.model.place, (Rows(**columns), arrays))
+        rows, arrays = jax.tree.map(self.model.place, (rows, arrays))
         self._cache, emitted = program(self._params, cache, rows, *arrays, **static)
         return emitted
 
@@ -363,24 +348,23 @@ class Engine:
         for slot, tokens in zip(slots, self.model.on_host(emitted).tolist()):
             if (request := self.active.get(slot)) is None:
                 continue
-            text, ended, detokenizer = "", False, request.detokenizer
+            text, is_eos, detokenizer = "", False, request.detokenizer
             # One by one, so that a stop string ends the text at the same place for any number of tokens a dispatch.
             for token in tokens:
                 if token == _NOTHING or detokenizer.stopped:
                     break
-                if ended := token in self._stops and not request.params.ignore_eos:
+                if is_eos := token in self._stops and not request.params.ignore_eos:
                     break
                 request.tokens.append(token)
                 text += detokenizer.push(token)
             self._held[slot] = [*request.prompt, *request.tokens][:-1]
-            generation = None
-            if ended or detokenizer.stopped or len(request.tokens) >= request.limit:
+            if ended := is_eos or detokenizer.stopped or len(request.tokens) >= request.limit:
                 del self.active[slot]
                 text += detokenizer.push(None)
-                reason = "stop" if detokenizer.stopped else "eos" if ended else "length"
-                generation = Generation(request.tokens, detokenizer.released, reason)
-            if text or generation:
-                events.append((request, text, generation))
+                request.finish_reason = "stop" if detokenizer.stopped else "eos" if is_eos else "length"
+            request.text += text
+            if text or ended:
+                events.append((request, text, ended))
         return events
 
 
@@ -393,58 +377,49 @@ def generate(
     model: LoadedModel,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    on_done: Callable[[int, Generation], None] = lambda _index, _generation: None,
+    on_done: Callable[[EngineRequest], None] = lambda _: None,
     *,
     max_num_seqs: int = 16,
-) -> list[Generation]:
-    """Return what follows each prompt (token ids), in the order of the prompts, which also names random draws.
+) -> list[EngineRequest]:
+    """Return a request for each prompt (token ids), in their order, with what follows it.
 
-    The engine is as large as these prompts need. `on_done` is called with the index of each prompt and its generation
-    as they end. Raises ValueError for a prompt that is empty or leaves no room for a token.
+    The index of a prompt also names its random draws. The engine is as large as these prompts need. `on_done` is called
+    with each request as it ends. Raises ValueError for a prompt that is empty or leaves no room for a token.
     """
     if not prompts:
         return []
     length = _bucket(max(map(len, prompts)) + params.max_new_tokens)
     engine = Engine(model, max_num_seqs=min(max_num_seqs, 1 << (len(prompts) - 1).bit_length()), max_model_len=length)
-    results: dict[int, Generation] = {}
-    for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-        engine.submit(EngineRequest(prompts[index], params, index))
+    requests = [EngineRequest(prompt, params, index) for index, prompt in enumerate(prompts)]
+    for request in sorted(requests, key=lambda request: len(request.prompt)):
+        engine.submit(request)
     while engine.waiting or engine.active:
-        for request, _, generation in engine.step():
-            if generation is not None:
-                results[request.index] = generation
-                on_done(request.index, generation)
-    return [results[index] for index in range(len(prompts))]
+        for request, _, ended in engine.step():
+            if ended:
+                on_done(request)
+    return requests
 
 
 def _bucket(tokens: int) -> int:
     return max(_SHORTEST_BUCKET, 1 << (tokens - 1).bit_length())
 
 
-class TokenLogprobs(NamedTuple):
-    """The log-probability of a token, and of the most likely tokens in its place: (id, log-probability)."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _scores(
     graph: Graph, dtype: str, layout: MeshLayout | None, params: PyTree, tokens: Int[Array, "R S"]
-) -> tuple[Array, Array, Array]:
-    """The log-probabilities of the tokens of the first row, and the ids and values of the likeliest ones."""
+) -> tuple[Int[Array, "S-1 N"], Float[Array, "S-1 N"]]:
+    """Each token but the first of the first row, then the likeliest ones in its place; and their log-probabilities."""
     lazy, _ = logits_of(graph, params, tokens, dtype, layout=layout)
     logprobs = jax.nn.log_softmax(multiply_out(lazy.hidden[0, :-1], lazy.kernel), axis=-1)
-    values, ids = jax.lax.top_k(logprobs, min(TOP_LOGPROBS, logprobs.shape[1]))
-    return jnp.take_along_axis(logprobs, tokens[0, 1:, None], axis=1)[:, 0], ids, values
+    _, likeliest = jax.lax.top_k(logprobs, min(TOP_LOGPROBS, logprobs.shape[1]))
+    ids = jnp.concatenate([tokens[0, 1:, None], likeliest], axis=1)
+    return ids, jnp.take_along_axis(logprobs, ids, axis=1)
 
 
-def token_logprobs(model: LoadedModel, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """Return the log-probability of every token but the first, given those before it, and of `count` alternatives."""
+def token_logprobs(model: LoadedModel, tokens: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+    """Return for every token but the first (id, log-probability), and those of the `count` likeliest in its place."""
     padded = np.full((model.row_multiple, min(_bucket(len(tokens)), model.context)), PAD, np.int32)
     padded[:, : len(tokens)] = tokens
     scored = _scores(model.graph, model.compute_dtype, model.layout, model.params, model.place(padded))
-    logprobs, ids, values = (model.on_host(part).tolist() for part in scored)
-    tops = [tuple(zip(*pair, strict=True))[:count] for pair in zip(ids, values, strict=True)]
-    return [TokenLogprobs(*fields) for fields in zip(tokens[1:], logprobs, tops)]  # without those of the padding
+    ids, values = (model.on_host(part)[: len(tokens) - 1, : count + 1].tolist() for part in scored)
+    return [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from affinage.data.tokenizer import REPLACEMENT, Tokenizer
 from affinage.errors import UserError
@@ -50,6 +50,7 @@ class SamplingParams:
 class SamplingTensors(NamedTuple):
     """The values of one `SamplingParams` for each row [B]."""
 
+    ignore_eos: Bool[Array, "B"]
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
@@ -59,8 +60,8 @@ class SamplingTensors(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[SamplingParams]) -> "SamplingTensors":
         """Return the values of these rows, as arrays of the host."""
-        dtypes: dict[str, Any] = dict.fromkeys(cls._fields, np.float32) | {"top_k": np.int32, "seed": np.uint32}
-        columns: list[Any] = [np.array([getattr(row, name) for row in rows], dtypes[name]) for name in cls._fields]
+        dtypes = zip(cls._fields, (np.bool_, np.float32, np.int32, np.float32, np.float32, np.uint32), strict=True)
+        columns: Any = [np.array([getattr(row, name) for row in rows], dtype) for name, dtype in dtypes]
         return cls(*columns)
 
 
@@ -69,7 +70,7 @@ def filtered(logits: Float[Array, "B V"], tensors: SamplingTensors) -> Float[Arr
 
     Rows of temperature 0 are not filtered.
     """
-    temperature, top_k, top_p, min_p = (value[:, None] for value in tensors[:-1])
+    temperature, top_k, top_p, min_p = (value[:, None] for value in tensors[1:-1])
     logits = logits.astype(jnp.float32)
     draws = temperature > 0
     logits = logits / jnp.where(draws, temperature, 1.0)
@@ -128,7 +129,6 @@ class Detokenizer:
         self._tokenizer, self._stops = tokenizer, [text for text in stop if text]
         self._undecoded: list[int] = []
         self._held = ""
-        self.released = ""
         self.stopped = False  # a stop string was met
 
     def push(self, token: int | None) -> str:
@@ -145,5 +145,4 @@ class Detokenizer:
             ends = [place for place in range(len(held)) if any(stop.startswith(held[place:]) for stop in self._stops)]
         end = min(ends, default=len(held))
         self._held = held[end:]
-        self.released += held[:end]
         return held[:end]

@@ -164,7 +164,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
             config["data"] = {"decontaminate": _part(decontaminate, "n_grams")}
         read = ["train-tokenizer", *(["synthesize"] if any(map(of_pocket_world, evaluate.tasks)) else [])]
         check = _of_data("check_benchmarks", section=("evaluate",))
-        how: dict[str, Any] = {"version": 4, "check": check, "resumable": True, "distributed": True}
+        how: dict[str, Any] = {"version": 5, "check": check, "resumable": True, "distributed": True}
         for training in trained:
             work = _of_eval("evaluate", training=training, settings=evaluate)
             asked = {"report": _part(recipe.report, "prompts" if training == "pretrain" else "questions")}

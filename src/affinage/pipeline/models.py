@@ -177,10 +177,9 @@ def untrained(run: Path) -> list[str]:
 
 def is_evaluated(run: Path) -> bool:
     """Whether all trainings of a run are complete and evaluated."""
-    recipe = recorded(run)
-    trained = [name for name in TRAININGS if recipe.get(name) is not None and read_manifest(run / name)]
-    evaluated = all(read_manifest(run / EVALUATIONS[name]) for name in trained)
-    return evaluated and not untrained(run) and recipe.get("evaluate") is not None
+    if recorded(run).get("evaluate") is None or untrained(run):
+        return False
+    return all(read_manifest(run / EVALUATIONS[name]) for name in trainings_of(run))
 
 
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:

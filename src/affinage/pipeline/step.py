@@ -120,8 +120,9 @@ def at(loaded: LoadedRecipe, *key: str | int) -> Iterator[None]:
 def check_exists(loaded: LoadedRecipe, path: str, *key: str | int) -> None:
     """Raise UserError if a file or folder of the user's, which a setting names, is not there."""
     if path != POCKET_WORLD and "://" not in path and not os.path.exists(os.path.expanduser(path)):
-        fix = "Paths start from the working directory."
-        raise UserError(f"there is no `{path}`", where=loaded.locate(key), fix=fix)
+        raise UserError(
+            f"there is no `{path}`", where=loaded.locate(key), fix="Paths start from the working directory."
+        )
 
 
 def print_line(line: str) -> None:

@@ -23,7 +23,7 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import measure, train_tokenizer
 from affinage.data.tuning_data import prepare_tuning_data
 from affinage.errors import UserError
-from affinage.evaluation.tasks import GROUPS, benchmark_items, check_names, is_task_file, of_pocket_world
+from affinage.evaluation.tasks import GROUPS, check_names, find_tasks, is_task_file, items_of, of_pocket_world
 from affinage.pipeline.models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary, at, check_exists, print_line
 
@@ -115,9 +115,12 @@ def tuning_data(context: StepContext, section: str) -> Summary:
 def _benchmark_items(recipe: Recipe, settings: DecontaminateSettings) -> list[BenchmarkItem]:
     """The items that text must not hold."""
     items = [item for path in settings.benchmark_files for item in read_items(path)]
-    if settings.benchmarks and recipe.evaluate is not None:
-        tasks = [task for task in recipe.evaluate.tasks if not of_pocket_world(task)]
-        items += benchmark_items(tasks, recipe.evaluate.data_dir) if tasks else []
+    tasks = [task for task in recipe.evaluate.tasks if not of_pocket_world(task)] if recipe.evaluate else []
+    if settings.benchmarks and recipe.evaluate and tasks:
+        from affinage.evaluation.harness import load_tasks, quiet  # seconds
+
+        with quiet():
+            items += items_of(load_tasks(find_tasks(tasks, recipe.evaluate.data_dir)[0]))
     return items
 
 

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -222,7 +222,7 @@ class Comparison:
                 for one in self.entrants
             ],
             "settings": [{"key": key, "values": list(values)} for key, values in self.settings.items()],
-            "differences": [{"from": self.entrants[0].name, "to": name} | one.to_dict() for name, one in pairs],
+            "differences": [{"from": self.entrants[0].name, "to": name} | asdict(one) for name, one in pairs],
             "notes": notes([difference for _, difference in pairs], Language("en")),
         }
 

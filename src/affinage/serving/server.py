@@ -7,12 +7,12 @@ import json
 import logging
 import math
 import secrets
-import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import uvicorn
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -27,16 +27,9 @@ from starlette.staticfiles import StaticFiles
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.engine import (
-    TOP_LOGPROBS,
-    Engine,
-    EngineRequest,
-    Event,
-    Generation,
-    LoadedModel,
-    token_logprobs,
-)
+from affinage.generation.engine import TOP_LOGPROBS, Engine, EngineRequest, Event, LoadedModel, token_logprobs
 from affinage.generation.sampling import SamplingParams
+from affinage.stopping import handled_by
 
 _LOG = logging.getLogger(__name__)
 _PAGE = Path(__file__).parent / "page"
@@ -44,7 +37,8 @@ _STEPS = 4  # tokens per dispatch: how often text is passed on and newcomers are
 _MAX_CHOICES = 16  # of one request
 # Another name may have been pointed to this machine, so that a foreign page could read the answers.
 _LOOPBACK = ["localhost", "127.0.0.1"]
-_RETRY_AFTER = 2  # seconds
+_MAX_BODY = 2**20  # bytes
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of refusals, by their status
 _POLL = 1.0  # seconds between two checks that the client is still connected
 # Fields that clients send and that do not change the answer.
 _INERT = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "tool_choice"}
@@ -54,21 +48,34 @@ _DEFAULTS: tuple[Any, ...] = (None, 0, "", [], {}, {"type": "text"}, ["text"])  
 _News = asyncio.Queue[Event | None]  # None: the engine has failed
 
 
-class Refused(Exception):
-    """An error in OpenAI's form."""
+class Refused(HTTPException):
+    """An error that a client is told."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__(status, message, _HEADERS.get(status))
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}  # in OpenAI's form
 
 
 _FAILED = Refused(500, "the server could not answer; its log has the reason")
 
 
+async def _error(request: Request, error: Exception) -> Response:
+    """The reply to a request that failed; a UserError is a mistake that the chat template or the sampling finds."""
+    refused = _FAILED
+    if isinstance(error, HTTPException):
+        refused = error if isinstance(error, Refused) else Refused(error.status_code, error.detail)
+    elif isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else "the body"
+        refused = Refused(400, f"{name}: {first['msg']}", param=name)
+    elif isinstance(error, UserError):
+        refused = Refused(400, f"{error.what}. {error.fix}".rstrip())
+    return JSONResponse(refused.body, refused.status_code, getattr(error, "headers", None))
+
+
 class CommonRequest(BaseModel):
-    """The fields of both endpoints. top_k, min_p and ignore_eos are vLLM's; `SamplingParams` has the ranges."""
+    """The body of both endpoints. top_k, min_p and ignore_eos are vLLM's; `SamplingParams` has the ranges."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -86,16 +93,6 @@ class CommonRequest(BaseModel):
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: dict[str, bool] = {}
-
-    @classmethod
-    def parse(cls, content: bytes) -> Self:
-        """Return the body of a request. Raises Refused with the field that is wrong."""
-        try:
-            return cls.model_validate_json(content)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            name = str(first["loc"][0]) if first["loc"] else "the body"
-            raise Refused(400, f"{name}: {first['msg']}", param=name) from error
 
     @model_validator(mode="before")
     @classmethod
@@ -156,6 +153,10 @@ class CompletionRequest(CommonRequest):
         return cast("Sequence[str | list[int]]", [self.prompt] if is_single else self.prompt)
 
 
+_Body = TypeVar("_Body", ChatRequest, CompletionRequest)
+_Prompt = tuple[list[int], int]  # token ids, and the first of them or after them that the answer shows
+
+
 class Reply:
     """The form of one reply, which may have several choices. `chat`: of /v1/chat/completions."""
 
@@ -169,15 +170,13 @@ class Reply:
         kind = "chat.completion" + ".chunk" * chunk if self.chat else "text_completion"
         return {**self._facts, "object": kind, "choices": choices, **more}
 
-    def choice(
-        self, index: int, text: str, end: Generation | None = None, logprobs: Any = None, *, chunk: bool = False
-    ) -> dict[str, Any]:
-        """Return a choice, or new text of one as part of a chunk."""
+    def choice(self, index: int, text: str, reason: str, logprobs: Any, *, chunk: bool = False) -> dict[str, Any]:
+        """Return a choice, or new text of one as part of a chunk; `reason` is why it has ended, "" if it has not."""
         content: dict[str, Any] = {"text": text}
         if self.chat:
             content = {"delta" if chunk else "message": {"role": "assistant", "content": text}}
-        reason = None if end is None else "length" if end.finish_reason == "length" else "stop"
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        finish_reason = {"": None, "eos": "stop"}.get(reason, reason)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def logprobs(self, first: Sequence[int], scored: Sequence[Any]) -> dict[str, Any]:
         """Return `token_logprobs` in this form; of the tokens `first`, before which nothing stands, there are none."""
@@ -187,77 +186,35 @@ class Reply:
             return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
         if self.chat:
-            tops = [[entry(*alternative) for alternative in each.top] for each in scored]
-            return {"content": [entry(*each[:2]) | {"top_logprobs": top} for each, top in zip(scored, tops)]}
-        tokens = [self.spell(token) for token in (*first, *(each.token for each in scored))]
+            return {"content": [entry(*own) | {"top_logprobs": [entry(*each) for each in top]} for own, *top in scored]}
+        tokens = [self.spell(token) for token in (*first, *(own[0] for own, *_ in scored))]
         nothing = [None] * len(first)
         return {
             "tokens": tokens,
-            "token_logprobs": [*nothing, *(each.logprob for each in scored)],
+            "token_logprobs": [*nothing, *(own[1] for own, *_ in scored)],
             # Of tokens that are spelled alike the likeliest stays.
-            "top_logprobs": [*nothing, *({self.spell(t): v for t, v in reversed(each.top)} for each in scored)],
-            "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
+            "top_logprobs": [*nothing, *({self.spell(t): v for t, v in reversed(top)} for _, *top in scored)],
+            "text_offset": [*accumulate(map(len, tokens), initial=0)][:-1],
         }
 
 
-class EngineLoop:
-    """One engine for all clients; its steps run in a thread, while the event loop serves them."""
-
-    def __init__(self, model: LoadedModel, max_num_seqs: int, max_queue: int) -> None:
-        self.engine = Engine(model, max_num_seqs=max_num_seqs, steps=_STEPS, enable_prefix_caching=True)
-        self.capacity = self.engine.slots + max_queue
-        self.requests: dict[EngineRequest, _News] = {}
-        self.device = asyncio.Lock()  # held by a step of the engine, or by what is computed between two
-        self._task: asyncio.Task[None] | None = None
-
-    def submit(self, requests: Sequence[EngineRequest]) -> _News:
-        """Queue requests, all or none, and return the queue of their events. Raises Refused if there is no room."""
-        if sum(not request.cancelled for request in self.requests) + len(requests) > self.capacity:
-            raise Refused(429, f"the queue is full; try again in {_RETRY_AFTER} s")
-        news = _News()
-        self.requests |= dict.fromkeys(requests, news)
-        for request in requests:
-            self.engine.submit(request)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run())
-        return news
-
-    async def _run(self) -> None:
-        while any(not request.cancelled for request in self.requests):
-            try:
-                async with self.device:
-                    events = await asyncio.to_thread(self.engine.step)
-            except Exception:  # the state was donated to a program that returned none
-                _LOG.exception("the engine failed")
-                for news in set(self.requests.values()):
-                    news.put_nowait(None)
-                self.requests.clear()
-                self.engine.reset()
-                return
-            for new in events:
-                self.requests[new[0]].put_nowait(new)
-            ended = {request for request, _, generation in events if generation is not None}
-            self.requests = {r: news for r, news in self.requests.items() if not (r.cancelled or r in ended)}
-
-
 class Server:
-    """One model behind OpenAI's interface. With a `key`, /v1 is for clients that send it."""
+    """One model behind OpenAI's interface. With a `key`, /v1 is for clients that send it.
+
+    One engine answers all clients; its steps run in a thread, while the event loop serves them.
+    """
 
     def __init__(
-        self,
-        model: LoadedModel,
-        *,
-        key: str | None = None,
-        max_num_seqs: int = 8,
-        max_queue: int = 64,
-        max_tokens: int = 1024,
-        max_body: int = 2**20,
+        self, model: LoadedModel, *, key: str | None, max_num_seqs: int, max_queue: int, max_tokens: int
     ) -> None:
-        self._model, self._max_tokens, self._max_body = model, max_tokens, max_body
-        self.loop = EngineLoop(model, max_num_seqs, max_queue)
-        self._max_choices = min(_MAX_CHOICES, self.loop.capacity)
+        self._model, self._max_tokens = model, max_tokens
         self._key = None if key is None else key.encode()
         self._facts = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "affinage"}
+        self.engine = Engine(model, max_num_seqs=max_num_seqs, steps=_STEPS, enable_prefix_caching=True)
+        self.requests: dict[EngineRequest, _News] = {}  # those that have not ended
+        self._capacity = self.engine.slots + max_queue
+        self._device = asyncio.Lock()  # held by a step of the engine, or by what is computed between two
+        self._running: asyncio.Task[None] | None = None
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -270,40 +227,21 @@ class Server:
             Mount("/static", StaticFiles(directory=_PAGE)),
         ]
         guards = [Middleware(TrustedHostMiddleware, allowed_hosts=_LOOPBACK)] if self._key is None else []
-        handlers = dict.fromkeys((Refused, UserError, HTTPException, Exception), _error)
+        handlers = dict.fromkeys((HTTPException, ValidationError, UserError, Exception), _error)
         return Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
 
     def _check_key(self, request: Request) -> None:
         if self._key is not None:
             scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), self._key):
-                raise Refused(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+                what = "a key is needed: Authorization: Bearer KEY"
+                raise Refused(401, what, code="invalid_api_key")
 
     async def _models(self, request: Request) -> Response:
         self._check_key(request)
         return JSONResponse({"object": "list", "data": [self._facts]})
 
-    async def _chat(self, request: Request) -> Response:
-        body = ChatRequest.parse(await self._body(request))
-        messages = [message.as_text() for message in body.messages]
-        prompt = await asyncio.to_thread(encode_prompt, messages, self._model.tokenizer, self._model.system_prompt)
-        return await self._answer(request, body, [prompt], [len(prompt)], body.top_logprobs if body.logprobs else None)
-
-    async def _completion(self, request: Request) -> Response:
-        body, tokenizer = CompletionRequest.parse(await self._body(request)), self._model.tokenizer
-        texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
-        encoded = iter(await asyncio.to_thread(tokenizer.encode_batch, texts))
-        opening = list(tokenizer.opening)
-        prompts = [[*opening, *next(encoded).tolist()] if isinstance(each, str) else each for each in body.prompts]
-        for token in {token for prompt in prompts for token in prompt}:
-            if not 0 <= token < self._model.graph.vocabulary:
-                raise Refused(400, f"there is no token {token}", param="prompt")
-        prompts = [prompt or [tokenizer.bos] for prompt in prompts]
-        opened = [len(opening) if isinstance(each, str) else 0 for each in body.prompts]
-        begins = opened if body.echo else [len(prompt) for prompt in prompts]
-        return await self._answer(request, body, prompts, begins, body.logprobs)
-
-    async def _body(self, request: Request) -> bytes:
+    async def _parsed(self, request: Request, kind: type[_Body]) -> _Body:
         self._check_key(request)
         # A page of another origin may not send JSON without a preflight request, which is not answered.
         if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
@@ -311,44 +249,61 @@ class Server:
         content = bytearray()
         async for part in request.stream():
             content += part
-            if len(content) > self._max_body:
-                raise Refused(413, f"the body is longer than {self._max_body:,} bytes")
-        return bytes(content)
-
-    async def _answer(
-        self,
-        http: Request,
-        body: ChatRequest | CompletionRequest,
-        prompts: Sequence[list[int]],
-        begins: Sequence[int],
-        alternatives: int | None,
-    ) -> Response:
-        """Answer prompts, each from a token on: of the prompt if it is echoed, else the first one after it.
-
-        With `alternatives`, each token has its log-probability and those of that number of likely ones.
-        """
+            if len(content) > _MAX_BODY:
+                raise Refused(413, f"the body is longer than {_MAX_BODY:,} bytes")
+        body = kind.model_validate_json(content)
         if body.model not in (None, self._model.name):
             what = f"there is no model `{body.model}` here, but `{self._model.name}`"
             raise Refused(404, what, code="model_not_found", param="model")
-        longest, most = max(map(len, prompts), default=0), self._model.context - 1
+        return body
+
+    async def _chat(self, request: Request) -> Response:
+        body = await self._parsed(request, ChatRequest)
+        messages = [message.as_text() for message in body.messages]
+        prompt = await asyncio.to_thread(encode_prompt, messages, self._model.tokenizer, self._model.system_prompt)
+        alternatives = body.top_logprobs if body.logprobs else None
+        return await self._answer(request, body, [(prompt, len(prompt))], alternatives)
+
+    async def _completion(self, request: Request) -> Response:
+        body = await self._parsed(request, CompletionRequest)
+        return await self._answer(request, body, await asyncio.to_thread(self._encoded, body), body.logprobs)
+
+    def _encoded(self, body: CompletionRequest) -> list[_Prompt]:
+        tokenizer, prompts = self._model.tokenizer, list[_Prompt]()
+        for prompt in body.prompts:
+            opening = list(tokenizer.opening) if isinstance(prompt, str) else []
+            ids = [*opening, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
+            for token in ids:
+                if not 0 <= token < self._model.graph.vocabulary:
+                    raise Refused(400, f"there is no token {token}", param="prompt")
+            ids = ids or [tokenizer.bos]
+            prompts.append((ids, len(opening) if body.echo else len(ids)))
+        return prompts
+
+    async def _answer(
+        self, http: Request, body: ChatRequest | CompletionRequest, prompts: Sequence[_Prompt], alternatives: int | None
+    ) -> Response:
+        """Answer prompts; with `alternatives`, each token has a log-probability, as have that many likely ones."""
+        longest, most = max((len(ids) for ids, _ in prompts), default=0), self._model.context - 1
         if longest > most:
             what = f"the prompt has {longest:,} tokens; this model takes at most {most:,}"
             raise Refused(400, what, code="context_length_exceeded")
-        if len(prompts) * body.n > self._max_choices:
-            raise Refused(400, f"at most {self._max_choices} choices in all", param="n")
+        if len(prompts) * body.n > (most := min(_MAX_CHOICES, self._capacity)):
+            raise Refused(400, f"at most {most} choices in all", param="n")
         params, decode = body.params(self._max_tokens), self._model.tokenizer.decode
-        requests = [EngineRequest(prompt, params, index) for prompt in prompts for index in range(body.n)]
-        begins = [begin for begin in begins for _ in range(body.n)]
+        requests = [EngineRequest(ids, params, index) for ids, _ in prompts for index in range(body.n)]
+        begins = [begin for _, begin in prompts for _ in range(body.n)]
+        echoes = [decode(request.prompt[begin:]) for request, begin in zip(requests, begins, strict=True)]
         reply = Reply(self._model.name, isinstance(body, ChatRequest), lambda token: decode([token], keep_special=True))
-        news = self.loop.submit(requests)
+        news = self._submit(requests)
 
-        async def parts() -> AsyncGenerator[tuple[int, str, Generation | None, Any]]:
-            """Yield (choice, new text, its end, its log-probabilities) until all choices have ended."""
+        async def parts() -> AsyncGenerator[tuple[int, str, str, Any]]:
+            """Yield (choice, new text, why it has ended, its log-probabilities) until all choices have ended."""
             left = len(requests)
             try:
-                for place, request in enumerate(requests):
-                    if echoed := decode(request.prompt[begins[place] :]):
-                        yield place, echoed, None, None
+                for place, echoed in enumerate(echoes):
+                    if echoed:
+                        yield place, echoed, "", None
                 while left:
                     try:
                         new = await asyncio.wait_for(news.get(), _POLL)
@@ -358,21 +313,22 @@ class Server:
                         continue
                     if new is None:
                         raise _FAILED
-                    request, text, end = new
+                    request, text, ended = new
                     place, logprobs = requests.index(request), None
-                    left -= end is not None
-                    if end is not None and alternatives is not None:
-                        tokens, begin = [*request.prompt, *end.tokens], begins[place]
-                        async with self.loop.device:
+                    left -= ended
+                    if ended and alternatives is not None:
+                        tokens, begin = [*request.prompt, *request.tokens], begins[place]
+                        async with self._device:
                             scored = await asyncio.to_thread(token_logprobs, self._model, tokens, alternatives)
                         logprobs = reply.logprobs(tokens[begin:1], scored[max(begin - 1, 0) :])
-                    yield place, text, end, logprobs
+                    yield place, text, request.finish_reason if ended else "", logprobs
             finally:
                 for request in requests:
                     request.cancelled = True
+                    self.requests.pop(request, None)
 
         def usage() -> dict[str, int]:
-            read, written = sum(map(len, prompts)), sum(len(request.tokens) for request in requests)
+            read, written = sum(len(ids) for ids, _ in prompts), sum(len(request.tokens) for request in requests)
             return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
         async def events() -> AsyncIterator[bytes]:
@@ -389,30 +345,46 @@ class Server:
 
         if body.stream:
             return StreamingResponse(events(), media_type="text/event-stream")
-        texts, ends = [""] * len(requests), dict[int, tuple[Generation, Any]]()
-        async for place, text, end, logprobs in parts():
-            texts[place] += text
-            if end is not None:
-                ends[place] = end, logprobs
+        ends = {place: (reason, logprobs) async for place, _, reason, logprobs in parts() if reason}
+        texts = [echoed + request.text for echoed, request in zip(echoes, requests, strict=True)]
         choices = [reply.choice(place, text, *ends[place]) for place, text in enumerate(texts)]
         return JSONResponse(reply.body(choices, usage=usage()))
+
+    def _submit(self, requests: Sequence[EngineRequest]) -> _News:
+        """Queue requests, all or none, and return the queue of their events. Raises Refused if there is no room."""
+        if len(self.requests) + len(requests) > self._capacity:
+            raise Refused(429, "the queue is full; try again in 2 s")
+        news = _News()
+        for request in requests:
+            self.requests[request] = news
+            self.engine.submit(request)
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run())
+        return news
+
+    async def _run(self) -> None:
+        """Let the engine go on as long as there are requests, and pass on what it generates."""
+        while self.requests:
+            try:
+                async with self._device:
+                    events = await asyncio.to_thread(self.engine.step)
+            except Exception:  # the state was donated to a program that returned none
+                _LOG.exception("the engine failed")
+                for news in set(self.requests.values()):
+                    news.put_nowait(None)
+                self.requests.clear()
+                self.engine.reset()
+                return
+            for event in events:
+                request, _, ended = event
+                if request in self.requests:  # else its client has gone
+                    self.requests[request].put_nowait(event)
+                    if ended:
+                        del self.requests[request]
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
-
-
-async def _error(request: Request, error: Exception) -> Response:
-    """The reply in OpenAI's form; a UserError is a mistake that the chat template or the sampling finds."""
-    refused = _FAILED
-    if isinstance(error, Refused):
-        refused = error
-    elif isinstance(error, UserError):
-        refused = Refused(400, f"{error.what}. {error.fix}".rstrip())
-    elif isinstance(error, HTTPException):
-        refused = Refused(error.status_code, str(error.detail))
-    headers = {429: {"Retry-After": str(_RETRY_AFTER)}, 401: {"WWW-Authenticate": "Bearer"}}.get(refused.status)
-    return JSONResponse(refused.body, status_code=refused.status, headers=headers)
 
 
 def run(
@@ -425,7 +397,7 @@ def run(
     grace: float,
     **limits: int,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; answers under way then have `grace` seconds to end.
+    """Serve until SIGINT, SIGTERM or SIGHUP; answers under way then have `grace` seconds to end.
 
     `ready` is called with the URL and the key, once everything is compiled. An address that other machines reach has a
     key, which is made up if there is none. `limits` are `max_num_seqs`, `max_queue` and `max_tokens` of `Server`.
@@ -440,17 +412,11 @@ def run(
         raise UserError(what, fix="Choose another with --port, or 0 for any that is free.") from error
     with listening:
         server = Server(model, key=key, **limits)
-        server.loop.engine.warm_up()
-        app, seconds = server.app(), math.ceil(grace)
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=seconds, lifespan="off"
-        )
+        server.engine.warm_up()
+        settings: Any = {"log_level": "warning", "access_log": False, "lifespan": "off"}
+        serving = uvicorn.Server(uvicorn.Config(server.app(), timeout_graceful_shutdown=math.ceil(grace), **settings))
         address, port = listening.getsockname()
         ready(f"http://{'127.0.0.1' if address == '0.0.0.0' else address}:{port}", key)
-        # uvicorn ends at the first signal, does not wait for answers after a second, and then sends itself the signal.
-        handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            uvicorn.Server(config).run(sockets=[listening])
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        # uvicorn ends at the first signal, and sends itself the signal when it has ended: it must not kill the process.
+        with handled_by(serving.handle_exit):
+            serving.run(sockets=[listening])
