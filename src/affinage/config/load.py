@@ -136,6 +136,8 @@ def _put_override(layers: Layers, override: str) -> None:
     keys, shown = dotted.strip().split("."), f"--set {dotted.strip()}"
     if not equals or not all(keys):
         raise UserError("this is not `key=value`", where=f"--set {override}", fix="Write it as in pretrain.steps=100.")
+    if keys[0] == "base":
+        raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
     value, _ = parse(text, shown)
     above = {tuple(keys[:number]): shown for number in range(1, len(keys))}
     layers.origins = above | layers.origins | {(*keys, *path): shown for path, _ in _parts(value)}

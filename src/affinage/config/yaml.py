@@ -41,7 +41,7 @@ def parse(text: str | bytes, name: str) -> tuple[Any, dict[Path, int]]:
         problem = ", ".join(filter(None, [error.context, error.problem])).partition("\n")[0]
     except Exception as error:  # whatever ruamel.yaml raises for odd characters and numbers
         where, problem = name, first_line(error)
-    fix = "Check indentation (spaces, no tabs), quotes, brackets that are not closed, and `:` without a space after it."
+    fix = "Check the encoding (UTF-8), indentation (no tabs), quotes, open brackets, and `:` without a space after it."
     raise UserError(f"this is not valid YAML: {problem}", where=where, fix=fix)
 
 

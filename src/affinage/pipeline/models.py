@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from affinage.config.load import LoadedRecipe, load_recipe, packaged_recipes
+from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, packaged_recipes
 from affinage.config.recipe import SCRATCH_LICENSE
 from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.step import fingerprints
@@ -71,6 +71,8 @@ def resolve(name: str, runs: Path) -> Target:
         recipe = packaged_recipes().get(word) or Path(word)
         targets = [Target(name, "recipe", recipe)] if os.path.isfile(recipe) else []  # Path's raises for a long name
     if not targets:
+        if Path(word).suffix in _RECIPE_SUFFIXES:
+            find_recipe(word)  # raises, with the nearest file beside it
         run_name, _, part = word.rpartition("/")
         run = next((place.parent for place in places if run_name and (place.parent / RECIPE).is_file()), None)
         if run is not None:
@@ -122,9 +124,7 @@ def recipe_of(
         packaged = target.path == packaged_recipes().get(target.name)
         return load_recipe(target.name if packaged else target.path, overrides)
     if target.run is None:
-        if not (target.path / "recipe.yaml").is_file():  # an import has one
-            raise UserError(f"`{target.name}` has no recipe", fix="Name a recipe or a run.")
-        return load_recipe(target.path / "recipe.yaml", overrides)
+        return load_recipe(target.path / "recipe.yaml", overrides)  # of an import; nothing else has one
     file = target.run / RECIPE
     dropped: list[str] = []
     loaded = load_recipe(file, overrides, left_out=None if warn is None else dropped)

@@ -120,9 +120,8 @@ def at(loaded: LoadedRecipe, *key: str | int) -> Iterator[None]:
 def check_exists(loaded: LoadedRecipe, path: str, *key: str | int) -> None:
     """Raise UserError if a file or folder of the user's, which a setting names, is not there."""
     if path != POCKET_WORLD and "://" not in path and not os.path.exists(os.path.expanduser(path)):
-        raise UserError(
-            f"there is no `{path}`", where=loaded.locate(key), fix="Paths start from the working directory."
-        )
+        fix = "Paths start from the working directory."
+        raise UserError(f"there is no `{path}`", where=loaded.locate(key), fix=fix)
 
 
 def print_line(line: str) -> None:
