@@ -489,7 +489,9 @@ def run(folder: Path, *, seed: int = 0, steps: int | None = None, draws: int = 1
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract_params(graph)
     )
     features = {
-        "trained": vectors(graph, CheckpointStore(folder / "checkpoints").restore_params(None, abstract)),
+        "trained": vectors(
+            graph, CheckpointStore(folder / "checkpoints").restore(None, {"params": abstract})["params"]
+        ),
         "untrained": vectors(graph, init_params(graph, random_key(seed, Purpose.INITIAL_WEIGHTS))),
         "pixels": lambda images: images.reshape(len(images), -1),
     }

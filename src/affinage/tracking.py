@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 from uuid import uuid4
+
+from flax.traverse_util import flatten_dict
 
 from affinage.errors import Preempted, UserError, did_you_mean, first_line
 from affinage.registry import Registry
@@ -33,30 +35,29 @@ class TrackedRun:
     name: str  # recipe/training
     recipe: str = ""
     runs: Path = Path()  # the folder of all runs, for what is written on this machine
-    id: str = ""  # what `start` returned at the training's first start; "" at the first
+    id: str = ""  # of the tracker at the training's first start; "" at that start
     start: int = 0  # the step that it resumes from
     facts: Mapping[str, Any] = field(default_factory=dict)  # JSON-able: settings, mesh, versions
 
 
-class Tracker(Protocol):
-    """Takes the metrics of one training, all from one thread, and may raise anything: it is reported once.
+class Tracker(NamedTuple):
+    """What takes the metrics of one training, all from one thread. It may raise anything: it is reported once."""
 
-    `start` begins, or resumes what is called `run.id`, and returns the id to resume with.
-    """
-
-    def start(self, run: TrackedRun) -> str: ...  # noqa: D102
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...  # noqa: D102
-    def finish(self, ending: Ending) -> None: ...  # noqa: D102
+    id: str  # to resume with
+    log: Callable[[int, Mapping[str, float]], object]
+    finish: Callable[[Ending], object]
 
 
+Starts = Mapping[str, Callable[[TrackedRun], Tracker]]  # what starts each tracker, by its name
 _TRACKERS: Registry[Callable[..., Tracker]] = Registry("tracker")
-# Decorator of a class with the methods of `Tracker`; its options in a recipe are its keyword arguments.
+# Decorator of a function that begins a TrackedRun, or resumes what is called `run.id`. Its options in a recipe are its
+# keyword arguments.
 tracker = _TRACKERS.register
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 
 
-def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[], Tracker]]:
-    """Return what makes each tracker, by name; UserError if it is unknown, not installed, or has no such option."""
+def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> Starts:
+    """Return what starts each tracker, by name; UserError if it is unknown, not installed, or has no such option."""
     for name, options in trackers.items():
         where = f"runtime.trackers.{name}"
         if name not in _TRACKERS:
@@ -67,9 +68,9 @@ def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable
             raise UserError(what, where=where, fix=fix)
         signature = inspect.signature(_TRACKERS[name])
         try:
-            signature.bind(**options)
+            signature.bind(TrackedRun(""), **options)
         except TypeError as error:
-            fix = f"Its options: {', '.join(signature.parameters) or 'none'}."
+            fix = f"Its options: {', '.join([*signature.parameters][1:]) or 'none'}."
             raise UserError(f"the tracker {name} {error}", where=where, fix=fix) from None
     return {name: partial(_TRACKERS[name], **options) for name, options in trackers.items()}
 
@@ -77,24 +78,22 @@ def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable
 class Trackers:
     """The trackers of a training. While entered, `log` hands lines over, which takes microseconds.
 
-    Each of the `makers` runs in its tracker's own thread, because its imports may take seconds. Ids are kept in the
+    Each of the `starts` runs in its tracker's own thread, because its imports may take seconds. Ids are kept in the
     training's `folder`, in `tracker-NAME.id`. A tracker that fails, hangs or is too slow is reported once, to `say`.
     """
 
-    def __init__(
-        self, makers: Mapping[str, Callable[[], Tracker]], run: TrackedRun, folder: Path, say: Callable[[str], None]
-    ) -> None:
-        self._makers, self._run, self._folder, self._say, self._reported = makers, run, folder, say, set[str]()
-        self._lines: dict[str, queue.SimpleQueue[Any]] = {name: queue.SimpleQueue() for name in makers}
-        self._threads = {name: threading.Thread(target=self._deliver, args=[name], daemon=True) for name in makers}
+    def __init__(self, starts: Starts, run: TrackedRun, folder: Path, say: Callable[[str], None]) -> None:
+        self._starts, self._run, self._folder, self._say, self._reported = starts, run, folder, say, set[str]()
+        self._lines: dict[str, queue.SimpleQueue[Any]] = {name: queue.SimpleQueue() for name in starts}
+        self._threads = {name: threading.Thread(target=self._deliver, args=[name], daemon=True) for name in starts}
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Hand over a line of metrics.jsonl."""
         for name, lines in self._lines.items():
-            if lines.qsize() >= WAITING:
-                self._report(name, f"is slower than the training: it loses lines, {WAITING:,} wait for it")
-            elif self._threads[name].is_alive():
+            if lines.qsize() < WAITING:
                 lines.put(row)
+            else:
+                self._report(name, f"is slower than the training: it loses lines, {WAITING:,} wait for it")
 
     def __enter__(self) -> "Trackers":
         for thread in self._threads.values():
@@ -115,9 +114,9 @@ class Trackers:
         """What the thread of a tracker does."""
         id_file = self._folder / f"tracker-{name}.id"
         with self._errors_reported(name):
-            tracker = self._makers[name]()
             known = id_file.read_text(encoding="utf-8") if id_file.exists() else ""
-            id_file.write_text(tracker.start(replace(self._run, id=known)), encoding="utf-8")
+            tracker = self._starts[name](replace(self._run, id=known))
+            id_file.write_text(tracker.id, encoding="utf-8")
             while not isinstance(line := self._lines[name].get(), str):
                 with self._errors_reported(name):
                     tracker.log(line["step"], metrics_of(line))
@@ -138,115 +137,79 @@ class Trackers:
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl as trackers show them: train/loss, validation/NAME/loss."""
-    numbers = [(path, value) for path, value in flat(row) if isinstance(value, int | float) and path != "step"]
-    return {path if "/" in path else f"train/{path}": float(value) for path, value in numbers}
+    values = flatten_dict(dict(row), sep="/").items()
+    numbers = {path: float(value) for path, value in values if isinstance(value, int | float) and path != "step"}
+    return {path if "/" in path else f"train/{path}": value for path, value in numbers.items()}
 
 
-def flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all values inside of nested mappings, each by its keys, separated by slashes."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{path}{name}/")
-        else:
-            yield f"{path}{name}", value
-
-
-# ---- the trackers, each of which imports its library in `start` ----
+# ---- the trackers, each of which imports its library when it starts ----
 
 
 @tracker("tensorboard")
-class _TensorBoard:
+def _tensorboard(run: TrackedRun) -> Tracker:
     """Event files by tensorboardX, in a folder for each training, which is the id."""
+    from tensorboardX import SummaryWriter
 
-    def start(self, run: TrackedRun) -> str:
-        from tensorboardX import SummaryWriter
+    folder = str(run.runs / "tensorboard" / run.name)
+    # What an earlier start wrote of later steps is hidden. Files are read in the order of their names.
+    name, purge_step = f".{time.time_ns()}", run.start + 1 if run.id else None
+    writer = SummaryWriter(folder, purge_step=purge_step, filename_suffix=name)
+    writer.add_text("settings", f"```\n{json.dumps(run.facts, indent=1)}\n```", run.start)
 
-        folder = str(run.runs / "tensorboard" / run.name)
-        # What an earlier start wrote of later steps is hidden. Files are read in the order of their names.
-        name, purge_step = f".{time.time_ns()}", run.start + 1 if run.id else None
-        self._writer = SummaryWriter(folder, purge_step=purge_step, filename_suffix=name)
-        self._writer.add_text("settings", f"```\n{json.dumps(run.facts, indent=1)}\n```", run.start)
-        return folder
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def finish(self, ending: Ending) -> None:
-        self._writer.close()
+    return Tracker(folder, log, lambda ending: writer.close())
 
 
 @tracker("wandb")
-class _WeightsAndBiases:
+def _weights_and_biases(run: TrackedRun, project: str = "", mode: str = "offline") -> Tracker:
     """A run with the same id at every start; offline, a folder for each start, for `wandb sync`."""
+    import wandb
 
-    def __init__(self, project: str = "", mode: str = "offline") -> None:
-        self._project, self._mode = project, mode
-
-    def start(self, run: TrackedRun) -> str:
-        import wandb
-
-        run.runs.mkdir(parents=True, exist_ok=True)  # neither command line, environment nor code is sent:
-        off = "silent disable_git disable_code disable_job_creation x_disable_meta x_disable_stats".split()
-        settings: dict[str, Any] = {"console": "off", **dict.fromkeys(off, True)}
-        how: dict[str, Any] = {"project": self._project or run.recipe, "name": run.name, "mode": self._mode}
-        how |= {"id": run.id or None, "resume": "allow", "config": dict(run.facts), "dir": str(run.runs)}
-        self._run = wandb.init(settings=wandb.Settings(**settings), **how)
-        self._run.define_metric("*", step_metric="step")  # W&B's own step must never go back; a training's may
-        return str(self._run.id)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({**values, "step": step})
-
-    def finish(self, ending: Ending) -> None:
-        self._run.finish(exit_code=0 if ending == "finished" else 1)
+    run.runs.mkdir(parents=True, exist_ok=True)  # neither command line, environment nor code is sent:
+    off = "silent disable_git disable_code disable_job_creation x_disable_meta x_disable_stats".split()
+    settings = wandb.Settings(console="off", **dict.fromkeys(off, True))
+    how: dict[str, Any] = {"project": project or run.recipe, "name": run.name, "mode": mode, "settings": settings}
+    how |= {"id": run.id or None, "resume": "allow", "config": dict(run.facts), "dir": str(run.runs)}
+    started = wandb.init(**how)
+    started.define_metric("*", step_metric="step")  # W&B's own step must never go back; a training's may
+    return Tracker(
+        str(started.id),
+        lambda step, values: started.log({**values, "step": step}),
+        lambda ending: started.finish(exit_code=0 if ending == "finished" else 1),
+    )
 
 
 @tracker("trackio")
-class _Trackio:
+def _trackio(run: TrackedRun, project: str = "") -> Tracker:
     """Trackio's database on this machine. The id is the run's name."""
+    os.environ["TRACKIO_DIR"] = str(run.runs / "trackio")
+    import trackio
 
-    def __init__(self, project: str = "") -> None:
-        self._project = project
-
-    def start(self, run: TrackedRun) -> str:
-        os.environ["TRACKIO_DIR"] = str(run.runs / "trackio")
-        import trackio
-
-        name, project = run.id or f"{run.name}-{uuid4().hex[:8]}", self._project or run.recipe
-        quiet: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        self._run = trackio.init(project=project, name=name, config=dict(run.facts), resume="allow", **quiet)
-        return name
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self, ending: Ending) -> None:
-        self._run.finish()
+    name = run.id or f"{run.name}-{uuid4().hex[:8]}"
+    how: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False, "resume": "allow"}
+    started = trackio.init(project=project or run.recipe, name=name, config=dict(run.facts), **how)
+    return Tracker(name, lambda step, values: started.log(dict(values), step=step), lambda ending: started.finish())
 
 
 @tracker("mlflow")
-class _Mlflow:
+def _mlflow(run: TrackedRun, uri: str = "", experiment: str = "") -> Tracker:
     """An MLflow run on a server, or in a database on this machine."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its seven take four minutes
+    import mlflow
 
-    def __init__(self, uri: str = "", experiment: str = "") -> None:
-        self._uri, self._experiment = uri, experiment
-
-    def start(self, run: TrackedRun) -> str:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its seven take four minutes
-        import mlflow
-
-        self._mlflow: Any = mlflow
-        mlflow.set_tracking_uri(self._uri or f"sqlite:///{run.runs / 'mlflow.db'}")
-        mlflow.set_experiment(self._experiment or run.recipe)
-        info = mlflow.start_run(run_id=run.id or None, run_name=run.name).info
-        if not run.id:
-            mlflow.log_params({name: str(value)[:500] for name, value in flat(run.facts)})
-        return str(info.run_id)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
-
-    def finish(self, ending: Ending) -> None:
-        self._mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending])
+    mlflow.set_tracking_uri(uri or f"sqlite:///{run.runs / 'mlflow.db'}")
+    mlflow.set_experiment(experiment or run.recipe)
+    info = mlflow.start_run(run_id=run.id or None, run_name=run.name).info
+    if not run.id:
+        facts = flatten_dict(dict(run.facts), sep="/")
+        mlflow.log_params({name: str(value)[:500] for name, value in facts.items()})
+    endings = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+    return Tracker(
+        str(info.run_id),
+        lambda step, values: mlflow.log_metrics(dict(values), step=step),
+        lambda ending: mlflow.end_run(endings[ending]),
+    )

@@ -27,16 +27,17 @@ pytestmark = [pytest.mark.full, pytest.mark.skipif(not WHEEL, reason="needs a wh
 @pytest.fixture(scope="module")
 def classes() -> dict[str, ast.ClassDef]:
     """vLLM's classes of the families, also by the names under which others import them."""
-    found: dict[str, ast.ClassDef] = {}
+    by_name: dict[str, ast.ClassDef] = {}
     with zipfile.ZipFile(WHEEL) as wheel:
         trees = [ast.parse(wheel.read(f"vllm/model_executor/models/{name}.py")) for name in MODULES]
     for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.ClassDef):
-            found[node.name] = node
+            by_name[node.name] = node
     for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.ImportFrom):
-            found |= {each.asname: found[each.name] for each in node.names if each.asname and each.name in found}
-    return found
+            imported = [each for each in node.names if each.asname and each.name in by_name]
+            by_name |= {str(each.asname): by_name[each.name] for each in imported}
+    return by_name
 
 
 class Loaded(NamedTuple):
@@ -54,13 +55,12 @@ def loaded_by(architecture: str, classes: dict[str, ast.ClassDef]) -> Loaded:
             if isinstance(node, ast.Name) and node.id in classes and classes[node.id] not in reached:
                 reached.append(classes[node.id])
             if isinstance(node, ast.Assign):
-                own = {
-                    each.attr for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Attribute)
-                }
-                loaded.attributes.update(own)
-                made: Any = getattr(node.value, "func", None)
-                if HAS_WEIGHTS.search(getattr(made, "id", getattr(made, "attr", ""))):
-                    loaded.with_weights.update(own)
+                targets = [each for target in node.targets for each in ast.walk(target)]
+                names = {each.attr for each in targets if isinstance(each, ast.Attribute)}
+                loaded.attributes.update(names)
+                layer: Any = getattr(node.value, "func", None)
+                if HAS_WEIGHTS.search(getattr(layer, "id", getattr(layer, "attr", ""))):
+                    loaded.with_weights.update(names)
             if isinstance(node, ast.keyword) and node.arg == "ckpt_names":
                 loaded.attributes.update(ast.literal_eval(node.value))
                 loaded.with_weights.update(ast.literal_eval(node.value))
@@ -72,10 +72,9 @@ def loaded_by(architecture: str, classes: dict[str, ast.ClassDef]) -> Loaded:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_vllm_has_a_place_for_every_tensor_and_a_tensor_for_every_place(name: str, classes: dict[str, ast.ClassDef]):
     graph = parse(GRAPHS[name])
-    family, params = family_of(graph), map_parameters(lambda _, one: np.zeros(one.shape, np.float32), graph.parameters)
-    loaded = loaded_by(family.architecture, classes)
-    filled: set[str] = set()
-    exported = family.to_tensors(params, graph)
+    family, filled = family_of(graph), set[str]()
+    params = map_parameters(lambda _, declared: np.zeros(declared.shape, np.float32), graph.parameters)
+    loaded, exported = loaded_by(family.architecture, classes), family.to_tensors(params, graph)
     for tensor in exported:
         place = re.sub("|".join(map(re.escape, loaded.renamed)) or "$^", lambda part: loaded.renamed[part[0]], tensor)
         *modules, kind = place.split(".")

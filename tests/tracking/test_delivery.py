@@ -7,13 +7,13 @@ import pytest
 
 import tiny
 from affinage import tracking
-from affinage.tracking import TrackedRun, Trackers, metrics_of, tracker, trackers_of
+from affinage.tracking import TrackedRun, Tracker, Trackers, metrics_of, tracker, trackers_of
 from affinage.training import train
 from run_affinage import refused
 
 
 class Listed:
-    """Keeps what it gets, and fails where it is told to."""
+    """Starts a tracker that keeps what it gets, and fails where it is told to."""
 
     def __init__(self, fails: str = "", hangs: threading.Event | None = None) -> None:
         self.fails, self.hangs, self.runs, self.lines, self.endings = fails, hangs, [], [], []
@@ -24,10 +24,10 @@ class Listed:
                 self.hangs.wait()
             raise SystemExit(f"no {method} with token=abcdefgh12345")
 
-    def start(self, run: TrackedRun) -> str:
+    def __call__(self, run: TrackedRun) -> Tracker:
         self._enter("start")
         self.runs.append(run)
-        return run.id or "the id"
+        return Tracker(run.id or "the id", self.log, self.finish)
 
     def log(self, step: int, values: dict) -> None:
         self._enter("log")
@@ -42,8 +42,8 @@ def test_a_tracker_gets_every_line_and_its_id_again(tmp_path: Path):
     first, second = Listed(), Listed()
     held_out = {"validation": {"x": tiny.HeldOut()}}
     with pytest.raises(RuntimeError):
-        train(tiny.job(tmp_path, 10, tiny.fails_at(8), trackers={"a": lambda: first}, **held_out))
-    train(tiny.job(tmp_path, 10, trackers={"a": lambda: second}, **held_out))
+        train(tiny.job(tmp_path, 10, tiny.fails_at(8), trackers={"a": first}, **held_out))
+    train(tiny.job(tmp_path, 10, trackers={"a": second}, **held_out))
     assert (first.runs[0].id, second.runs[0].id) == ("", "the id") and second.runs[0].start == 5
     assert first.endings == ["failed"] and second.endings == ["finished"]
     assert [step for step, _ in second.lines] == [6, 7, 8, 9, 10, 10]
@@ -54,8 +54,7 @@ def test_a_tracker_gets_every_line_and_its_id_again(tmp_path: Path):
 def deliver(folder: Path, of: dict[str, Listed]) -> list[str]:
     """Hand over some lines, and return what was reported."""
     reports: list[str] = []
-    makers = {name: (lambda each=each: each) for name, each in of.items()}
-    with Trackers(makers, TrackedRun("t"), folder, reports.append) as delivery:
+    with Trackers(of, TrackedRun("t"), folder, reports.append) as delivery:
         for step in range(1, 11):
             delivery.log({"step": step, "loss": None if step == 1 else 1.0 / step, "skipped": 0.0})
     return reports
@@ -91,11 +90,10 @@ def test_of_a_tracker_that_is_too_slow_lines_are_lost(tmp_path: Path, monkeypatc
 
 def test_plugins_have_trackers_too():
     @tracker("listed")
-    class Own(Listed):
-        pass
+    def own(run: TrackedRun, fails: str = "") -> Tracker:
+        return Listed(fails)(run)
 
-    made = trackers_of({"listed": {"fails": "never"}})["listed"]()
-    assert isinstance(made, Own) and made.fails == "never"
+    assert trackers_of({"listed": {"fails": "never"}})["listed"](TrackedRun("t")).id == "the id"
     refused(trackers_of, {"lisded": {}}, match="lisded")
     refused(trackers_of, {"listed": {"falls": 1}}, match="falls")
 

@@ -35,15 +35,12 @@ class InMemory(CheckpointStore):
 
     def wait(self, timeout: float | None = None) -> None: ...
 
-    def forget_after(self, step: int) -> None:
-        self.kept = {kept: saved for kept, saved in self.kept.items() if kept <= step}
-
     def restore_newest(
-        self, abstract: Mapping[str, Any], accept: Callable[[Mapping[str, Any]], None], at_most: int | None
+        self, abstract: Mapping[str, Any], accept: Callable[[Mapping[str, Any]], None], before: float
     ) -> Any:
         if not self.kept:
             return None
-        step = max((step for step in self.kept if at_most is None or step <= at_most), default=min(self.kept))
+        step = max(step for step in self.kept if step < before)
         state, meta = self.kept[step]
         accept(meta)
         return step, tiny.placed(state, dict(abstract)), meta

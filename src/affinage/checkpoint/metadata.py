@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from affinage.differing import differing
-from affinage.errors import UserError, plain
+from affinage.errors import UserError, first_line, plain, raise_of_network
 
 PyTree = Any
 Checksums = dict[str, list[Any]]  # path of an array -> [dtype, shape, checksum as 8 hexadecimal digits]
@@ -30,8 +30,12 @@ _OF_THE_CLOCK = ("saved", "seconds", "clock", "resumed_at")  # facts in which an
 IDENTITY = "identity"  # key of the facts that decide about a run's numbers
 
 
-class CorruptedError(ValueError):
-    """A checkpoint is not what was saved; the message says in one line what is wrong."""
+class CorruptedError(UserError):
+    """A checkpoint is not what was saved, or does not fit."""
+
+    def __init__(self, what: str, step: Path) -> None:
+        fix = "`affinage checkpoint ls` lists the checkpoints: name another one, MODEL@STEP."
+        super().__init__(what, where=str(step), fix=fix)
 
 
 @dataclass(frozen=True)
@@ -58,17 +62,19 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         saved = json.loads((folder / METADATA).read_bytes())["custom_metadata"]["affinage"]
         digest, metadata = saved.pop("hash"), Metadata(**saved)
-        is_intact = digest == _digest(saved)
+    except OSError as error:
+        raise_of_network(error)
+        raise CorruptedError(first_line(error), folder) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        is_intact = False
-    if not is_intact:
-        raise CorruptedError(f"{METADATA} is not what was written")
+        saved = digest = None
+    if digest != _digest(saved):
+        raise CorruptedError(f"{METADATA} is not what was written", folder)
     if str(metadata.step) != folder.name:
-        raise CorruptedError(f"it was saved as step {metadata.step}")
+        raise CorruptedError(f"it was saved as step {metadata.step}", folder)
     return metadata
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -5,18 +5,18 @@ To `gs://` Orbax writes the steps itself, and only what is beside them is copied
 
 import contextlib
 import os
+import queue
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
 from affinage.checkpoint.metadata import METADATA
-from affinage.checkpoint.store import CHECKPOINTS, COMMIT, complete_steps, kept_steps
+from affinage.checkpoint.store import CHECKPOINTS, COMMIT, CheckpointStore, kept_steps
 from affinage.data.token_shards import errors_at, is_local, upload
 from affinage.errors import UserError, first_line
 from affinage.results import MANIFEST, read_json_lines
@@ -24,9 +24,7 @@ from affinage.results import MANIFEST, read_json_lines
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
 _COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
 _PROBE = ".affinage"
-_BEING_COPIED = ".upload"  # the folder of links to a step's files, which stay while the step itself is removed
-# What belongs to this machine, or to this start, and the steps.
-_NOT_BESIDE = frozenset({"profile", "request.json", MANIFEST, CHECKPOINTS, _BEING_COPIED})
+_NOT_BESIDE = frozenset({"profile", "request.json", MANIFEST, CHECKPOINTS})  # of this machine or start; the steps
 
 
 class RemoteFolder:
@@ -91,16 +89,19 @@ class RemoteFolder:
 class Uploader:
     """Copies checkpoints, and what else a training writes into its folder, to a URL in a thread of its own.
 
-    Steps that no rule keeps, or that a rollback has abandoned, are removed there as they are here. While the place does
-    not answer, the training continues, and the copy is tried again after the next save.
+    Steps that no rule keeps are removed there as they are here. While the place does not answer, the training
+    continues, and the copy is tried again after the next save.
     """
 
     def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
         self.url, self.say = url, lambda line: print(line, flush=True)
         self._remote, self._folder = RemoteFolder(url), folder
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
-        self._saves, self._copied, self._changed, self._failure = 0, 0, threading.Event(), ""
+        self._sent: dict[str, int | bytes] = {}  # file -> its time of change, step -> its metadata, when copied
+        self._copying: set[int] = set()
+        self._requests: queue.Queue[None] = queue.Queue()
+        self._failure = ""  # of the last attempt
+        self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
 
     def start(self) -> None:
         """Copy what is here. Raises UserError if the place cannot be written to."""
@@ -108,12 +109,13 @@ class Uploader:
         self._remote.remove([_PROBE])
         self.saved()
 
-    def saved(self) -> None:
-        """Copy what is new, in the background."""
-        self._saves += 1
-        self._changed.set()
-        if self._saves == 1:
-            threading.Thread(target=self._run, name="uploader", daemon=True).start()
+    def saved(self) -> set[int]:
+        """Copy what is new, in the background; returns the steps that are being copied, which must stay."""
+        if self._requests.empty():
+            self._requests.put(None)
+        if not self._thread.is_alive():
+            self._thread.start()
+        return self._copying
 
     def settle(self, seconds_left: Callable[[], float | None] = lambda: None) -> str:
         """Wait until everything is there, or an attempt has failed; returns "", or why not everything is there.
@@ -121,7 +123,7 @@ class Uploader:
         `seconds_left` is called several times a second and returns how long to wait; None: as long as it takes.
         """
         self.saved()
-        while self._copied < self._saves:
+        while self._requests.unfinished_tasks:
             left = seconds_left()
             if left is not None and left <= 0:
                 return "there was no time for it"
@@ -129,52 +131,43 @@ class Uploader:
         return self._failure
 
     def _run(self) -> None:
-        links = self._folder / _BEING_COPIED
-        while self._changed.wait():
-            self._changed.clear()
-            saves, failure = self._saves, ""
-            shutil.rmtree(links, ignore_errors=True)
+        while True:
+            self._requests.get()
             try:
-                self._copy(links)
+                self._copy()
+                self._failure = ""
             except Exception as error:
-                failure = first_line(error)
-                self.say(f"cannot copy to {self.url}: {failure}. The training continues; the next save tries again")
-            shutil.rmtree(links, ignore_errors=True)
-            self._failure, self._copied = failure, saves
+                self._failure = first_line(error)
+                self.say(f"cannot copy to {self.url}: {self._failure}. The next save tries again")
+            self._copying = set()
+            self._requests.task_done()
 
-    def _copy(self, links: Path) -> None:
-        steps, linked = self._folder / CHECKPOINTS, list[int]()
-        for step in kept_steps(complete_steps(steps), 1, self._keep_every):
-            mark = steps / str(step) / COMMIT  # the first that a rollback, or the save of a newer step, removes
-            try:
-                shutil.copytree(mark.parent, links / str(step), copy_function=os.link)
-            except OSError:
-                if mark.exists():
-                    raise
-            if mark.exists():
-                linked.append(step)
+    def _copy(self) -> None:
+        steps = self._folder / CHECKPOINTS
+        self._copying = kept_steps(CheckpointStore(steps).steps(), 1, self._keep_every)
         # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
         for name in _files_in(self._folder):
             if name.partition("/")[0] not in _NOT_BESIDE:
                 with contextlib.suppress(FileNotFoundError):  # it has vanished
-                    facts = (self._folder / name).stat()
-                    if self._sent.get(name) != (facts.st_size, facts.st_mtime_ns):
+                    changed = (self._folder / name).stat().st_mtime_ns
+                    if self._sent.get(name) != changed:
                         self._remote.put(self._folder / name, name)
-                        self._sent[name] = facts.st_size, facts.st_mtime_ns
-        for step in sorted(linked, reverse=True):
-            there, files = f"{CHECKPOINTS}/{step}", links / str(step)
-            metadata = (files / METADATA).read_bytes()
-            if self._sent.get(there) == metadata:
-                continue
-            # An earlier start may have copied it, or, before a rollback, another state of this step.
-            if self._remote.read(f"{there}/{METADATA}") != metadata or self._remote.read(f"{there}/{COMMIT}") is None:
-                self._remote.remove([f"{there}/{COMMIT}"])
-                for name in _files_in(files):
-                    self._remote.put(files / name, f"{there}/{name}")
-            self._sent[there] = metadata
-        if linked:
+                        self._sent[name] = changed
+        for step in sorted(self._copying, reverse=True):
+            there = f"{CHECKPOINTS}/{step}"
+            with contextlib.suppress(FileNotFoundError):  # a corrupted step, which is saved again
+                metadata = (steps / str(step) / METADATA).read_bytes()
+                if self._sent.get(there) == metadata:
+                    continue
+                # An earlier start may have copied it, or another state of this step.
+                if self._remote.read(f"{there}/{METADATA}") != metadata or not self._remote.read(f"{there}/{COMMIT}"):
+                    self._remote.remove([f"{there}/{COMMIT}"])
+                    for name in _files_in(steps / str(step)):
+                        self._remote.put(steps / str(step) / name, f"{there}/{name}")
+                self._sent[there] = metadata
+        if self._copying:
             files_of, complete = _steps_in(self._remote.sizes())
-            complete = [step for step in complete if step <= max(linked)]
+            complete = [step for step in complete if step <= max(self._copying)]
             for step in files_of.keys() - kept_steps(complete, self._keep_last, self._keep_every):
                 self._remote.remove(files_of[step])
                 self._sent.pop(f"{CHECKPOINTS}/{step}", None)
@@ -201,7 +194,7 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None], *, steps
 
     Returns the steps that were copied, newest first. Raises UserError if the place cannot be reached.
     """
-    remote, here = RemoteFolder(url), max(complete_steps(folder / CHECKPOINTS), default=-1)
+    remote, here = RemoteFolder(url), max(CheckpointStore(folder / CHECKPOINTS).steps(), default=-1)
     sizes = remote.sizes()
     files_of, complete = _steps_in(sizes)
     # A rollback shortens the metrics: what is there, longer, may be of steps that it has left out.

@@ -95,7 +95,7 @@ class Stage(NamedTuple):
         """
         turns, slots = np.divmod(np.arange(first - self.first, first - self.first + count), len(self.pattern))
         chosen = self.pattern[slots]
-        for number in np.unique(chosen).tolist():
+        for number in {*chosen.tolist()}:
             lines = np.flatnonzero(chosen == number)
             positions = self.begun[number] + turns[lines] * self.counts[number] + self.ranks[slots[lines]]
             yield self.components[number], lines, positions
@@ -214,11 +214,11 @@ class DataLoader:
             starts = self._starts[component]
             epochs, indices = np.divmod(positions, starts[-1])
             rows = np.empty_like(indices)
-            for epoch in np.unique(epochs).tolist():
+            for epoch in {*epochs.tolist()}:
                 here = epochs == epoch
                 rows[here] = permuted(indices[here], int(starts[-1]), *self._order(component, epoch))
             folders = np.searchsorted(starts, rows, side="right") - 1
-            for number in np.unique(folders).tolist():
+            for number in {*folders.tolist()}:
                 here = folders == number
                 yield component[number], lines[here], rows[here] - starts[number]
 

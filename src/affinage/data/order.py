@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -37,8 +38,7 @@ def permuted(
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    names = [repr((number, *purpose)).encode() for number in range(_ROUNDS)]
-    keys = [np.frombuffer(hashlib.blake2b(name, digest_size=8).digest(), "<u8")[0] for name in names]
+    keys = _round_keys(*purpose)
     places = np.asarray(indices).astype(np.uint64)
     outside = np.ones(len(places), bool)
     while outside.any():
@@ -51,6 +51,12 @@ def permuted(
         places[outside] = left << shift | right
         outside = places >= np.uint64(size)
     return places.astype(np.int64)
+
+
+@lru_cache(typed=True)
+def _round_keys(*purpose: int | str) -> list[np.uint64]:
+    names = [repr((number, *purpose)).encode() for number in range(_ROUNDS)]
+    return [np.frombuffer(hashlib.blake2b(name, digest_size=8).digest(), "<u8")[0] for name in names]
 
 
 def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:

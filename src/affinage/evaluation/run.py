@@ -209,7 +209,7 @@ def evaluate(
     chosen, unavailable = find_tasks(tasks, data_dir, world)
     rounds, skipped = {apply_chat_template: chosen}, []  # by whether they are put in the chat template
     if apply_chat_template == "auto":
-        rounds = {templated: [*those] for templated, those in groupby(sorted(chosen, key=is_chat), is_chat)}
+        rounds = {templated: [*specs] for templated, specs in groupby(sorted(chosen, key=is_chat), is_chat)}
         skipped = [] if model.chat else [task["task"] for task in rounds.pop(True, [])]
     identity, contamination = fingerprint(model), None
     lm = JaxLM(model, batch_size or default_batch(model), progress=progress)

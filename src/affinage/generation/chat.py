@@ -29,6 +29,7 @@ class ChatSession:
         if system is not None:
             self._system_prompt = system or self._model.system_prompt
         self.messages: list[dict[str, str]] = []
+        self._first = 0  # of the messages that the model still sees
 
     def reply(self, text: str) -> Iterator[str]:
         """Yield pieces of the answer to `text`; both enter the history when the answer ends or is abandoned.
@@ -39,7 +40,7 @@ class ChatSession:
         messages = [*self.messages, {"role": "user", "content": text}]
         model, new = self._model, self._params.max_new_tokens
         room = model.context - min(new, model.context // 4)
-        for first in range(0, len(messages), 2):
+        for first in range(self._first, len(messages), 2):
             prompt = encode_prompt(messages[first:], model.tokenizer, self._system_prompt)
             if len(prompt) <= room:
                 break
@@ -59,7 +60,7 @@ class ChatSession:
                 answer += piece
                 yield piece
         finally:
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
+            self.messages, self._first = [*messages, {"role": "assistant", "content": answer}], first
 
 
 def converse(session: ChatSession, read: Callable[[], str | None], write: Callable[[str], None]) -> None:

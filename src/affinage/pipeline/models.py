@@ -359,11 +359,11 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
     named: str | None = getattr(loaded.recipe, section).resume_from
     if named is None:
         return None
-    from affinage.checkpoint.store import complete_steps
+    from affinage.checkpoint import CheckpointStore
 
     path, _, step = named.partition("@")
     folder = loaded.beside(path, (section, "resume_from"))
-    steps = complete_steps(folder / "checkpoints")
+    steps = CheckpointStore(folder / "checkpoints").steps()
     if folder.parent.name == loaded.recipe.name or not steps or (step and step not in map(str, steps)):
         what, listed = f"there is no checkpoint `{named}` of another run", ", @".join(map(str, steps)) or "STEP"
         fix = f"Name a training of another run, runs/NAME/{section}, or one of its steps: @{listed}."

@@ -168,7 +168,7 @@ def initial_params(folder: Path, graph: Graph) -> Callable[[Any], Any]:
         what = f"the recipe's model and the one it begins with differ in {', '.join(differing[:3])}"
         raise UserError(what, where="init_from", fix="Let `model:` be what the imported model's recipe.yaml says.")
     store = CheckpointStore(folder / "checkpoints")
-    return lambda abstract: store.restore_params(0, abstract)
+    return lambda abstract: store.restore(0, {"params": abstract})["params"]
 
 
 def trained_params(training: Path, graph: Graph, step: Checkpoint | None, abstract: Any) -> Any:
@@ -214,17 +214,17 @@ def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
     folder = models.checkpoints_of(training, step)
     store = CheckpointStore(folder)
     if step == "ema":
-        return store.restore_params(None, abstract, "ema_params")
+        return store.restore(None, {"ema_params": abstract})["ema_params"]
     if not isinstance(step, str):
         if step is None and folder.name != KEPT and read_manifest(training) is not None:
             step = read_json(training / "summary.json").get("steps")
-        return store.restore_params(step, abstract)
+        return store.restore(step, {"params": abstract})["params"]
     steps, wanted = models.averaged_steps(step, store.steps()), int(step.partition(":")[2])
     if len(steps) < wanted:
         fix = "Average fewer, or have a training keep more: runtime.checkpoint.keep_last."
         raise UserError(f"there are {len(steps)} checkpoints, not {wanted}", where=str(folder), fix=fix)
-    in_float32 = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), abstract)
-    total = store.restore_params(steps[0], in_float32)
+    in_float32 = {"params": jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), abstract)}
+    total = store.restore(steps[0], in_float32)["params"]
     for each in steps[1:]:
-        total = jax.tree.map(jnp.add, total, store.restore_params(each, in_float32))
+        total = jax.tree.map(jnp.add, total, store.restore(each, in_float32)["params"])
     return jax.tree.map(lambda leaf, want: (leaf / len(steps)).astype(want.dtype), total, abstract)

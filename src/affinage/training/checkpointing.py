@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -46,16 +47,13 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self._store.wait()  # for the save in flight, which an error in the loop must not take with it
 
-    def restore(self, at_most: int | None = None) -> Restored:
-        """The newest checkpoint that is intact; without any, the one that the job extends, or the first weights.
-
-        With `at_most` the newest up to this step; if there is none, the first one after it.
-        """
+    def restore(self, before: float = math.inf) -> Restored:
+        """The newest intact checkpoint `before` a step; without any, the one that is extended, or the first weights."""
         job, abstract, steps = self._job, self._trainer.abstract, self._store.steps()
         self._watchdog.beat("the restore", at_most=(2 + len(steps)) * IO_TIMEOUT)
         # Random weights are a program, too.
         with self._goodput.account("restore" if steps or job.extends is not None else "compile"):
-            newest = self._store.restore_newest(abstract.named(), self._accept, at_most)
+            newest = self._store.restore_newest(abstract.named(), self._accept, before)
             if newest is not None:
                 step, trees, meta = newest
                 state = TrainState(**trees, frozen=kept_frozen(self._store.folder.parent, abstract.frozen))
@@ -66,18 +64,17 @@ class Checkpointer:
                     frozen.save(0, {"params": state.frozen}, {})
                     frozen.wait()
                 checksums(state.named())  # compiled now: the first save may come within a grace period
-        if at_most is None:
+        if before == math.inf:
             self.resumed_at = [*meta.get("resumed_at", []), *([step] if step else [])]
         self._saved_at = time.monotonic()
         return step, state, meta
 
     def rollback(self, before: int) -> Restored:
-        """Go back to the newest checkpoint from before a step; later ones are removed."""
+        """Go back to the newest checkpoint before an unhealthy step; as a save drains first, there is none after it."""
         self._watchdog.beat("the rollback", at_most=IO_TIMEOUT)
         with self._goodput.account("restore"):
             self._store.wait()
-            step, state, meta = self.restore(max(0, before - 1))
-            self._store.forget_after(step)
+            step, state, meta = self.restore(before)
         self._goodput.lose_since(meta)
         return step, state, meta
 

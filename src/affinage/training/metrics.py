@@ -30,6 +30,7 @@ METRICS = "metrics.jsonl"
 _IN_FLIGHT = 2  # steps, so that the devices never wait for the host
 _IN_FLIGHT_AT_MOST = 16  # of short steps ...
 _SECONDS_IN_FLIGHT = 0.1  # ... that take no longer than this together: waking up for each costs a tenth of 5 ms
+_NO_WAIT = 5e-5  # seconds for a batch that is there already; to look whether the devices are done costs as much
 _SECONDS_BETWEEN_LINES = 10.0  # on the console, or ...
 _SHARE_BETWEEN_LINES = 0.2  # ... of all steps
 _RISE = 1.01  # times its lowest value, from where a validation loss has risen: less of it comes and goes by chance
@@ -73,8 +74,8 @@ class MetricLogger:
 
         Returns the unhealthy ones of the earlier steps that are done.
         """
-        last = next(iter(self._pending[-1][1].values())) if self._pending else None
-        if last is None or last.is_ready():  # type: ignore[attr-defined]
+        last: Any = self._pending[-1][1]["loss"] if self._pending else None
+        if data_time > _NO_WAIT and (last is None or last.is_ready()):
             self._goodput.move(data_time, "compute", "data")  # the devices had nothing left to do
         self._pending.append((step, metrics, data_time))
         if len(self._pending) <= self._ahead:
@@ -118,7 +119,7 @@ class MetricLogger:
         group = [self._pending.popleft() for _ in range(count)]
         if not group:
             return []
-        jax.block_until_ready(group[-1][1])
+        group[-1][1]["loss"].block_until_ready()
         self._done, now, settings = group[-1][0], time.perf_counter(), self._job.settings
         self._waited += sum(data_time for _, _, data_time in group)
         steps, trainer = max(self._done - self._clock_step, 1), self._trainer
@@ -127,10 +128,10 @@ class MetricLogger:
             self._ahead = min(max(int(_SECONDS_IN_FLIGHT / max(step_time, 1e-9)), _IN_FLIGHT), _IN_FLIGHT_AT_MOST)
         unhealthy = Unhealthy()
         for step, metrics, _ in group:
-            bad = any(bool(metrics[name]) for name in ("skipped", "spike") if name in metrics)
+            bad = any(metrics[name].item() for name in ("skipped", "spike") if name in metrics)
             due = step % settings.log_every == 0 or step in (1, settings.steps)
             if due or bad:
-                values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                values = {name: float(value.item()) for name, value in metrics.items()}
                 row = {
                     "step": step,
                     **values,

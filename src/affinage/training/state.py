@@ -131,7 +131,9 @@ def split_params(graph: Graph, settings: TrainSettings) -> ParamSplit:
 
 def kept_frozen(training: Path, abstract: PyTree) -> PyTree:
     """The frozen weights of a training, on the devices and shardings of `abstract`; None if that is None."""
-    return None if abstract is None else CheckpointStore(training / FROZEN).restore_params(0, abstract)
+    if abstract is None:
+        return None
+    return CheckpointStore(training / FROZEN).restore(0, {"params": abstract})["params"]
 
 
 # ---- the beginning ----

@@ -22,7 +22,7 @@ from affinage.model import ApplyConfig, Declared, Graph, apply, decayed, init_pa
 from affinage.model.apply_config import capability_of, with_remat
 from affinage.model.layer import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, strategy_for, table_with
-from affinage.tracking import TrackedRun, Tracker
+from affinage.tracking import Starts, TrackedRun
 from affinage.training.layerwise import make_layerwise_optimizer, make_layerwise_step
 from affinage.training.optimizer import make_optimizer
 from affinage.training.state import (
@@ -103,7 +103,7 @@ class TrainJob:
     monitor: Monitor | None = None  # scores the state on the way, and may end the training
     parallel: ParallelSettings = field(default_factory=ParallelSettings)  # how a step is split over the mesh
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)  # none of it changes the result
-    trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)  # see `affinage.tracking`
+    trackers: Starts = field(default_factory=dict)  # see `affinage.tracking`
     tracked: TrackedRun = field(default_factory=lambda: TrackedRun("train"))  # what trackers know of this training
     # Folder, which is only read, and step of another training: this one begins as if it had made the steps up to there.
     extends: tuple[Path, int] | None = None
