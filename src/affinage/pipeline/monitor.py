@@ -15,7 +15,7 @@ from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.model import Graph
 from affinage.parallel import MeshLayout, serving_table
-from affinage.pipeline.models import KEPT, ROWS, made_from
+from affinage.pipeline.models import KEPT, made_from
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_data import chat_tokenizer
 from affinage.results import read_json
@@ -123,7 +123,8 @@ class BenchmarkMonitor:
             system_prompt=self._system_prompt,
             compute_dtype=compute_dtype(settings.precision, chip(kind)).name,
         )
-        world = context.inputs.get("synthesize") or made_from(context.inputs[ROWS[context.step]], "synthesize")
+        rows, world = context.inputs.get("tokenize"), context.inputs.get("synthesize")
+        world = world if rows is None else made_from(rows, "synthesize")  # a pretraining reads no world itself
         lines = dict[str, Sequence[dict[str, Any]]]()
         try:
             results = evaluate(
