@@ -60,6 +60,8 @@ def test_a_model_is_said_to_be_at_its_step(affinage, answer):
     assert affinage("report", "quickstart")[0] == 2, "a report of what there is needs a file"
     status, _, said = affinage("report", "quickstart", "--out", "now.html")
     assert status == 0 and Path("now.html").is_file() and "to train: dpo" in said
+    status, _, said = affinage("compare", "quickstart/sft", "quickstart/sft@999")
+    assert status == affinage("compare", "quickstart/sft", "quickstart@999")[0] == 2 and "sft@999" in said
     status, out, said = affinage("generate", "quickstart/pretrain@18", "x", "--max-new-tokens", "1", "--json")
     state = {"model": "quickstart/pretrain", "step": 18, "steps": 20}
     assert status == 0 and json.loads(out).items() >= state.items()

@@ -206,6 +206,14 @@ def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_agai
         launcher.close()
 
 
+def test_a_mistake_is_printed_without_what_jax_prints_of_the_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "_AFTER", {2: 30.0})
+    said: list[str] = []
+    start = partial(start_processes, environment=os.environ, workers=2, say=said.append)
+    assert supervise(lambda words: start([*PROGRAM, *words]), ["mistake", "2"], say=said.append) == 2
+    assert "0 | worker 0 of 2" in said and not any("stack" in line for line in said)
+
+
 # ---- how processes find each other
 
 AGREE = """

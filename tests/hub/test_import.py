@@ -264,6 +264,9 @@ def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file(tensors, file)
     assert "both" in str(refused(read_hub_folder, folder))
+    config = json.loads((folder / CONFIG).read_text()) | {"num_attention_heads": "eight"}
+    (folder / CONFIG).write_text(json.dumps(config))
+    assert f"{folder / CONFIG}: " in str(refused(read_hub_folder, folder))
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_stays(tmp_path):

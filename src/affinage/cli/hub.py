@@ -76,6 +76,8 @@ def export(
     if adapter and (to is None or check or check_gguf):
         fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
         raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
+    if base is not None and not adapter:
+        raise UserError("--base goes with --adapter", where=model, fix="Add --adapter, or leave it out.")
     if to is not None and (overrides or force):
         fix = "Leave them out, or leave out --to."
         raise UserError("--set and --force are for the run's own export, --to is for another", where=model, fix=fix)

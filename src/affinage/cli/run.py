@@ -97,6 +97,10 @@ def launch(
 
     Example: affinage launch quickstart --processes 2 --devices 4 --set mesh.data=auto
     """
+    if on == "local" and (address or min_processes):
+        raise UserError("--address and --min-processes are for Ray", where="--on local", fix="Write --on ray.")
+    if min_processes is not None and min_processes > processes:
+        raise UserError(f"more than --processes {processes}", where=f"--min-processes {min_processes}")
     loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
     from affinage.cluster.launch import start_local, supervise
     from affinage.pipeline.models import RECIPE

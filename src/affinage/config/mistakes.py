@@ -74,7 +74,8 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings]) -> t
     if kind == "value_error":
         return f"`{dotted}`: {details['ctx']['error']}", ""
     wanted = ", or ".join(dict.fromkeys(each["msg"].partition(", unable")[0] for each in group))
-    wanted = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", wanted).replace("a valid tuple", "a list")
+    wanted = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", wanted)
+    wanted = wanted.replace("a valid tuple", "a list").replace("Tuple should", "it should")
     must = f", and must be {wanted.replace('Input should be ', '')}" if wanted.startswith("Input") else f": {wanted}"
     if value is None:
         return f"`{dotted}` is empty{must}", "Leave it out for the default."

@@ -207,6 +207,9 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with located(loaded, name):
         trackers_of(recipe.runtime.trackers)
+        step, before = getattr(settings, "from_step", None), recipe.trainings[: recipe.trainings.index(name)]
+        if step is not None and before and step > (last := getattr(recipe, before[-1]).steps):
+            raise UserError(f"{before[-1]} has no step {step}", where="from_step", fix=f"Its last step is {last}.")
         if folder is not None:
             initial_params(folder, graph)
         elif recipe.tokenizer.kind == "bpe":
