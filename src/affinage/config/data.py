@@ -115,8 +115,7 @@ class SourceSettings(PlaceSettings):
 @functools.cache
 def _presets() -> dict[str, dict[str, str]]:
     file = Path(__file__).with_name("presets.yaml")
-    presets, _ = parse(file.read_bytes(), file.name)
-    return dict(presets)
+    return dict(parse(file.read_bytes(), file.name)[0])
 
 
 def path_from_string(value: Any) -> Any:

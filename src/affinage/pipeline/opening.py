@@ -157,9 +157,6 @@ def _digest(folder: Path, pattern: str) -> str:
     return digest.hexdigest()
 
 
-# ---- weights ----
-
-
 def initial_params(folder: Path, graph: Graph) -> Callable[[Any], Any]:
     """What loads an imported model's weights as parameters of `graph`, given with shardings; UserError for others."""
     graphs = (graph, parse(read_json(folder / MODEL)["graph"]))

@@ -204,17 +204,17 @@ class PipelineRunner:
         while (work := Processes.current.broadcast(_NEXT, None, seconds=None)) is not None:
             request, until = Request(**work["request"]), time.monotonic() + _SHOWN_WITHIN
             context = self._context(request)
-            folder = context.folder
-            while not (folder / REQUEST).is_file() and time.monotonic() < until:
+            while not (context.folder / REQUEST).is_file() and time.monotonic() < until:
                 time.sleep(_POLL)
-            if not (folder / REQUEST).is_file() and self._remote is not None and context.saves_to != folder:
+            is_there = (context.folder / REQUEST).is_file()
+            if not is_there and self._remote is not None and context.saves_to != context.folder:
                 before = {name: Request(**fields) for name, fields in work["before"].items()}
                 self._remote.bring(before, request.inputs)  # a disk of its own
                 self.store.begin(request, resume=True)
-            if not all((path / REQUEST).is_file() for path in (folder, *context.inputs.values())):
+            if not all((path / REQUEST).is_file() for path in (context.folder, *context.inputs.values())):
                 what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
                 fix = "Give all processes a --runs on a disk that they share, or a gs:// remote; see docs/clusters.md."
-                raise UserError(what, where=str(folder.absolute()), fix=fix)
+                raise UserError(what, where=str(context.folder.absolute()), fix=fix)
             with Processes.current.all_at_work(), located(self.loaded, request.step):
                 steps[request.step].fn(context)
 
@@ -277,9 +277,6 @@ class PipelineRunner:
         for entry in self.folder.iterdir():
             if entry.name not in names and entry.is_symlink() and self.store.folder.name in entry.readlink().parts:
                 entry.unlink()
-
-
-# ---- sweeps ----
 
 
 def points(recipe: str, overrides: Sequence[str]) -> list[tuple[dict[str, Any], LoadedRecipe]]:
