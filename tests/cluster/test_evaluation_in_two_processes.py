@@ -27,7 +27,7 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]
         "data.sources=[{path: pocket-world, max_bytes: 0.05MB}]",
         "mesh={data: 2, fsdp: 2}",
         "pretrain.steps=4",
-        "runtime.profile=2",
+        "runtime.profile=[2, 2]",
         f"pretrain.monitor={{tasks: ['{task}'], every_steps: 2, limit: 12}}",
         "sft.steps=2",
         f"sft.monitor={{tasks: ['{task}'], every_steps: 1, limit: 12, on_regression: log}}",

@@ -127,7 +127,7 @@ def test_an_extension_continues_a_run_which_stays_as_it_is(own_runs: Path, monke
     assert sources() == sources("pretrain.resume_from=copy/pretrain@10")
     assert sources() != sources("pretrain.resume_from=runs/short/pretrain@5")
     for override, named in (
-        ("name=short", "this run itself"),
+        ("name=short", "of another run"),
         ("pretrain.resume_from=runs/short/pretrain@7", "@5, @10"),
         ("pretrain.resume_from=runs/no", "runs/NAME/pretrain"),
     ):
