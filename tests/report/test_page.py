@@ -13,7 +13,8 @@ from synthetic_run import HOSTILE, build_run, change, write_json
 from affinage.config.yaml import brief
 from affinage.report import collect_facts, render, write_report
 from affinage.report.language import LANGUAGES
-from affinage.report.page import Entrant, comparison, differing_settings, render_comparison, summary
+from affinage.report.page import Entrant, comparison, differing_settings, render_comparison, summary, write_page
+from run_affinage import refused
 from source_forms import write_lines
 
 REACHING_OUT = {*"iframe object embed form input button img base video audio foreignobject".split()}
@@ -99,6 +100,7 @@ def test_size_is_modest_however_long_the_run(tmp_path: Path):
     told = write_report(build_run(tmp_path, steps=12_000), tmp_path / "out" / "report.html")
     assert told["bytes"] == (tmp_path / "out" / "report.html").stat().st_size < 1_000_000
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
+    assert refused(write_page, "a page", tmp_path).where == str(tmp_path)
 
 
 FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|similarity 0.81|Resumed at step 250
