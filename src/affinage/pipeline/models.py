@@ -231,7 +231,8 @@ def results_folder(target: Target, runs: Path) -> Path:
     model = locate(target, runs)
     folder, step = model.path, model.step
     if model.kind == "hub":
-        parts = [[Path(file).name, digest] for file, digest in fingerprints([str(folder)]).items()]
+        files = fingerprints([str(folder)])
+        parts = [[Path(file).name, digest] for file, digest in files.items() if not file.endswith(".md")]  # its card
     else:
         from affinage.checkpoint import CheckpointStore
 
