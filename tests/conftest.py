@@ -47,7 +47,8 @@ import jax
 import pytest
 from hypothesis import settings
 
-from run_affinage import affinage  # noqa: F401
+import tiny_run
+from run_affinage import affinage, answer  # noqa: F401
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -113,14 +114,10 @@ def chromium() -> Iterator[Any]:
 def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A runs folder with one finished run, `tiny`: corpus, tokenizer, pretraining, SFT, DPO with LoRA, evaluation,
     export and report. All workers share it. Read it only; what changes a run takes `own_runs`."""
-    import tiny_run
-
     return tiny_run.shared(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture
 def own_runs(tiny_runs: Path, tmp_path: Path) -> Path:
     """A copy of `tiny_runs` for one test, which may change it."""
-    import tiny_run
-
     return tiny_run.copied(tiny_runs, tmp_path / "runs")

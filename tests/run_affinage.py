@@ -1,5 +1,6 @@
 """The program, run in the process of the test."""
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from affinage.errors import UserError
 Affinage = Callable[..., tuple[int, str, str]]
 
 
+def set_words(*settings: str) -> list[str]:
+    """The words of settings, each of which stands after `--set`."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def run(*words: str | Path, settings: Iterable[str] = (), status: int = 0) -> None:
-    """Call it with words and settings, each of which stands after `--set`; it must end with the status."""
-    overrides = [word for setting in settings for word in ("--set", setting)]
+    """Call it with words and settings; it must end with the status."""
     with pytest.raises(SystemExit) as ended:
-        main([*map(str, words), *overrides])
+        main([*map(str, words), *set_words(*settings)])
     assert (ended.value.code or 0) == status
 
 
@@ -30,6 +35,18 @@ def affinage(capsys: pytest.CaptureFixture[str]) -> Affinage:
             main(list(words))
         shown = capsys.readouterr()
         return ended.value.code or 0, shown.out, shown.err  # type: ignore[return-value]
+
+    return run
+
+
+@pytest.fixture
+def answer(affinage: Affinage) -> Callable[..., Any]:
+    """Call it with words and `--json`: the document that it prints, where nothing is wrong."""
+
+    def run(*words: str) -> Any:
+        status, out, said = affinage(*words, "--json")
+        assert status == 0, said
+        return json.loads(out)
 
     return run
 

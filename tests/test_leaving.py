@@ -85,14 +85,12 @@ with without_readers():
 
 @pytest.mark.parametrize("before", ["pass", "sys.stderr.close()"])
 def test_a_thread_leaves_though_nobody_reads_why(before: str):
-    process = begun(
+    program = (
         "import sys, threading, time; from affinage.stopping import leave\n"
         f"def work(): sys.stdin.readline(); {before}; leave('no reason')\n"
-        "threading.Thread(target=work, daemon=True).start(); print('ready', flush=True); time.sleep(600)\n",
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        "threading.Thread(target=work, daemon=True).start(); print('ready', flush=True); time.sleep(600)\n"
     )
-    assert process.stdin is not None and process.stderr is not None
+    process = begun(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stderr.close()
     process.stdin.close()
     assert process.wait(timeout=300) == 75
@@ -206,7 +204,7 @@ from affinage.training.watchdog import Watchdog
 stop = Watchdog('run', pathlib.Path(), RuntimeSettings(preemption_grace=1))
 with StopSignals(), stop:
     try:
-        print("begun", flush=True)
+        print("ready", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)  # native code for minutes, like a compiler
     except Preempted as told:  # the signal came before it
         leave(str(told))
@@ -223,11 +221,8 @@ with StopSignals(), stop:
 )
 def test_native_code_that_does_not_end_is_left(steps_to_lose: bool, number: int, again: bool, status, stacks):
     known = "stop.steps_to_lose = True; " if steps_to_lose else ""
-    command = [sys.executable, "-c", IN_NATIVE_CODE.replace("print", f"{known}print")]
-    process, late = subprocess.Popen(command, stdout=-1, stderr=-1, text=True), time.monotonic() + 300
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
-    computes = psutil.Process(process.pid)
+    process = begun(IN_NATIVE_CODE.replace("print", f"{known}print"), stderr=subprocess.PIPE)
+    computes, late = psutil.Process(process.pid), time.monotonic() + 300
     before = computes.cpu_times().user
     until(lambda: computes.cpu_times().user >= before + 0.2)  # it is in native code
     process.send_signal(number)
@@ -250,16 +245,15 @@ def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow(tmp
 
 # ---- what people and programs meet at the terminal
 
-
 AFFINAGE = [sys.executable, "-m", "affinage"]
-SCHEMA = [*AFFINAGE, "config", "schema"]
 
 
 def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
+    command = [*AFFINAGE, "config", "schema"]
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(SCHEMA, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert ended.returncode == 2 and "no space left on device" in ended.stderr and "Traceback" not in ended.stderr
-    process = subprocess.Popen(SCHEMA, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     _, said = process.communicate(timeout=300)
     assert "Traceback" not in said and "BrokenPipe" not in said

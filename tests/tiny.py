@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -47,31 +48,45 @@ def graph(dropout: float = 0.0, layers: int = 2, width: int = 64) -> Graph:
 
 
 class RandomFeed:
-    """Rows of two documents each, with masks of very different sums; a function of (seed, step) alone."""
+    """Rows of some documents each, with masks of very different sums; a function of (seed, step) alone."""
 
-    def __init__(self, rows: int = 8, seed: int = 0) -> None:
-        self.rows, self.seed = rows, seed
+    def __init__(self, rows: int = 8, seed: int = 0, context: int = CONTEXT, documents: int = 2) -> None:
+        self.rows, self.seed, self.context, self.documents = rows, seed, context, documents
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
-        draw = np.random.default_rng((self.seed, step))
-        shape = (self.rows, CONTEXT)
+        draw, shape = np.random.default_rng((self.seed, step)), (self.rows, self.context)
         # A skewed distribution, so that there is something to learn.
         tokens = (VOCABULARY * draw.random(shape) ** 3).astype(np.int32)
-        border = draw.integers(2, CONTEXT - 2, (self.rows, 1))
-        index = np.arange(CONTEXT)[None, :]
+        borders = np.sort(draw.integers(2, self.context - 2, (self.rows, self.documents - 1)), axis=1)
+        index = np.arange(self.context)[None, :]
+        segments = (index[:, :, None] >= borders[:, None, :]).sum(-1)
+        starts = np.concatenate([np.zeros((self.rows, 1), int), borders], axis=1)
         return {
             "tokens": tokens,
-            "segment_ids": (index >= border).astype(np.int32),
-            "positions": np.where(index >= border, index - border, index).astype(np.int32),
+            "segment_ids": segments.astype(np.int32),
+            "positions": (index - np.take_along_axis(starts, segments, axis=1)).astype(np.int32),
             "loss_mask": (draw.random(shape) < np.linspace(0.1, 1.0, self.rows)[:, None]).astype(np.float32),
             "rows": np.arange(self.rows, dtype=np.int32),
         }
 
     def iterate(self, number: int) -> Iterator[dict[str, np.ndarray]]:
-        step = number
-        while True:
-            yield self.batch(step)
-            step += 1
+        return map(self.batch, itertools.count(number))
+
+
+class SickFeed(RandomFeed):
+    """Batches of the given steps, counted from 1, lead to a loss that is not finite, or to a spike of it."""
+
+    def __init__(self, not_finite: tuple[int, ...] = (), spikes: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self._not_finite, self._spikes = not_finite, spikes
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        batch = super().batch(step)
+        if step + 1 in self._not_finite:
+            batch["loss_mask"] = np.full_like(batch["loss_mask"], np.nan)
+        if step + 1 in self._spikes:
+            batch["tokens"] = np.full_like(batch["tokens"], VOCABULARY - 1)
+        return batch
 
 
 class HeldOut:

@@ -17,7 +17,7 @@ def llama(
     scan: Any = "auto",
     attention: Any = None,
     vocabulary: int = VOCABULARY,
-    **block: Any,
+    **block,
 ) -> Any:
     """Width 32, 4 heads, SwiGLU 48; keyword arguments replace settings of the attention and the block."""
     return {

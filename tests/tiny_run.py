@@ -11,6 +11,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from run_affinage import set_words
+
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
 SETTINGS = [
     "dpo={sources: [pocket-world], steps: 4, batch_size: 8, schedule: {peak_lr: 1.0e-3, min_lr: 1.0e-4}, sample: 0.2}",
@@ -22,7 +24,7 @@ SETTINGS = [
     "dpo.lora={r: 4}",
     "runtime.checkpoint={every_steps: 2}",
 ]
-WORDS = [str(RECIPE), *(word for setting in SETTINGS for word in ("--set", setting))]
+WORDS = [str(RECIPE), *set_words(*SETTINGS)]
 
 
 def shared(base: Path) -> Path:

@@ -301,12 +301,6 @@ class Verified(Result):
         return f"transformers computes the same: logits of {self.tokens:,} tokens {apart}, and the same ids"
 
 
-class ExportResult(Result):
-    """A Hugging Face folder."""
-
-    verified: Verified | None = None
-
-
 DOCUMENT_STEPS = ("ingest", "filter", "dedup", "decontaminate", "split")  # from documents to documents, in their order
 RESULTS: dict[str, type[Result]] = {  # of all steps but the report, in their order
     "synthesize": Result,
@@ -320,7 +314,7 @@ RESULTS: dict[str, type[Result]] = {  # of all steps but the report, in their or
     "ref-logprobs": Result,
     "dpo": TrainingResult,
     **dict.fromkeys(("evaluate-base", "evaluate-sft", "evaluate-dpo"), EvaluationResult),
-    "export": ExportResult,
+    "export": Result,
 }
 _FIRST = ("pretrain", "evaluate-base", "export")  # steps of training, of evaluation, and of the release
 

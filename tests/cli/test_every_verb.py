@@ -18,10 +18,7 @@ def commands(group: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
         yield from commands(command, words) if hasattr(command, "commands") else [words]
 
 
-VERBS = [*commands(get_command(app))]
-
-
-@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.parametrize("verb", commands(get_command(app)), ids=" ".join)
 def test_the_help_of_each_verb_has_an_example(verb: tuple[str, ...], affinage):
     status, out, _ = affinage(*verb, "--help")
     assert status == 0 and f"affinage {' '.join(verb)}" in out and "Example" in out and "\x1b" not in out

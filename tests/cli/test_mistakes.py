@@ -1,6 +1,7 @@
 """A mistake ends with status 2 and one message that names the place or the nearest name; nothing is left behind."""
 
 import json
+import logging
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +17,8 @@ WRONG_NAMES = """
 run quickstrat                                                     `quickstart`
 run quickstart --set name=store                                    `store`
 sft quickstart --set sft.sources=[no.jsonl]                        --set sft.sources: | no.jsonl
+run quickstart --set dpo.from_step=9999                            --set dpo.from_step: | no step 9999
+run quickstart --set data.sources=[]                               --set data.sources: | it should have at least 1
 data lineage quickstart                                            --step
 chat nobody                                                        `nobody`
 generate a@b x                                                     `a@b`
@@ -23,6 +26,9 @@ eval runs/x                                                        `runs/x`
 compare nobody no-one                                              `nobody`
 plan quickstart --on v9-8                                          `v9-8`
 sweep TINY                                                         sweep
+launch quickstart --processes 2 --min-processes 2                  Ray
+launch quickstart --processes 2 --min-processes 3 --on ray         --processes 2
+export quickstart --base x                                         --adapter
 train quickstart --set model.nodes.blocks.attention.heads=5        `blocks`
 train quickstart --set model.nodes.embed.vocab=99                  3072
 train quickstart --set mesh={data: 3}                              batch 8
@@ -45,6 +51,7 @@ compare step step                                                  step: | no mo
 generate imported hello                                            model.json
 import bare --to model                                             bare
 world file                                                         file
+world dangling/x                                                   dangling: | a link
 new a/b                                                            `a/b`
 """
 
@@ -85,6 +92,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs" / "damaged" / "recipe.json").write_text("{")
     for name, content in (("cut", "{"), ("other", '{"id": 1}')):
         (folder / name / "items" / "quiz.jsonl").write_text(content)
+    (folder / "dangling").symlink_to("nowhere")
     (folder / "imported" / "model.json").write_text("{")
     request = {"step": "split", "version": 1, "settings": {}, "inputs": {}, "sources": {}}
     (folder / "step" / "request.json").write_text(json.dumps(request))
@@ -103,6 +111,10 @@ def test_debug_shows_where_it_came_from_wherever_it_stands(affinage):
     for words in (["--debug", "run", "nothing"], ["run", "nothing", "--debug"]):
         status, _, said = affinage(*words)
         assert status == 2 and "Traceback" in said
+
+
+def test_an_error_of_a_bucket_is_not_logged_beside_its_message():
+    assert not logging.getLogger("gcsfs").isEnabledFor(logging.ERROR)
 
 
 @pytest.mark.parametrize(

@@ -55,17 +55,18 @@ def test_verbs_that_use_a_model_print_the_command_that_trains_it(verb: str, affi
     assert command("run", "a b.yaml", runs=Path("my runs")) == "affinage run 'a b.yaml' --runs 'my runs'"
 
 
-def test_a_model_is_said_to_be_at_its_step(affinage):
+def test_a_model_is_said_to_be_at_its_step(affinage, answer):
     (RUN / "dpo").unlink()
     assert affinage("report", "quickstart")[0] == 2, "a report of what there is needs a file"
     status, _, said = affinage("report", "quickstart", "--out", "now.html")
     assert status == 0 and Path("now.html").is_file() and "to train: dpo" in said
+    status, _, said = affinage("compare", "quickstart/sft", "quickstart/sft@999")
+    assert status == affinage("compare", "quickstart/sft", "quickstart@999")[0] == 2 and "sft@999" in said
     status, out, said = affinage("generate", "quickstart/pretrain@18", "x", "--max-new-tokens", "1", "--json")
     state = {"model": "quickstart/pretrain", "step": 18, "steps": 20}
     assert status == 0 and json.loads(out).items() >= state.items()
     assert "quickstart/pretrain, step 18 of 20" in said
-    status, out, said = affinage("eval", "quickstart/sft", "--limit", "1", "--json")
-    assert status == 0 and json.loads(out).items() >= {"step": 5, "steps": 5}.items(), said
+    assert answer("eval", "quickstart/sft", "--limit", "1").items() >= {"step": 5, "steps": 5}.items()
     (RUN / "pretrain" / MANIFEST).unlink()  # as while it is trained
     assert "step 20 of 20" in affinage("generate", "quickstart/pretrain", "x", "--max-new-tokens", "1")[2]
     assert affinage("export", f"{Path.cwd()}/runs/quickstart/pretrain@18", "--to", "out")[0] == 0
@@ -76,11 +77,9 @@ def test_a_model_is_said_to_be_at_its_step(affinage):
     assert "answer in conversations" in Path("tuned/README.md").read_text()
 
 
-def test_set_and_force_work_the_second_time_as_the_first(affinage):
+def test_set_and_force_work_the_second_time_as_the_first(affinage, answer):
     for words in (["--set", "evaluate.limit=1"], ["--force", "evaluate-sft"]):
-        found = [affinage("eval", "quickstart", *words, "--json") for _ in range(2)]
-        assert [status for status, _, _ in found] == [0, 0], found[0][2]
-        first, second = (json.loads(out)["evaluations"] for _, out, _ in found)
+        first, second = (answer("eval", "quickstart", *words)["evaluations"] for _ in range(2))
         assert first.keys() == second.keys()
         assert all(one["tasks"] == second[name]["tasks"] for name, one in first.items())
     before = made()
@@ -89,12 +88,11 @@ def test_set_and_force_work_the_second_time_as_the_first(affinage):
     assert status == 2 and wanted in " ".join(said.split()) and made() == before
 
 
-def test_a_run_is_run_by_its_name_with_the_settings_it_has(affinage):
+def test_a_run_is_run_by_its_name_with_the_settings_it_has(affinage, answer):
     before = made()
     settings = [word for word in WORDS if word != WORDS[0]]
-    status, out, said = affinage("run", "quickstart", "--dry-run", "--json")
-    assert status == 0, said
-    assert {row["step"] for row in json.loads(out) if row["runs"]} <= {"export", "report"}, "they have its name"
+    rows = answer("run", "quickstart", "--dry-run")
+    assert {row["step"] for row in rows if row["runs"]} <= {"export", "report"}, "they have its name"
     assert affinage("run", "quickstart", "--until", "dpo", *settings)[0] == 0 and made() == before
     assert "recipes/tiny.yaml" in json.loads((RUN / "run.json").read_text())["recipe"]
 

@@ -35,15 +35,14 @@ def facts(file: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_dry_runs_and_its_head_has_its_command_hardware_time_and_cost(name: str, affinage, tmp_path):
+def test_every_recipe_dry_runs_and_its_head_has_its_command_hardware_time_and_cost(name: str, answer, tmp_path):
     recipe = load_recipe(name).recipe
-    words = ["run", name, "--dry-run", "--json", "--runs", str(tmp_path / "runs")]
+    words = ["run", name, "--dry-run", "--runs", str(tmp_path / "runs")]  # of text that is here
     text = [("data", recipe.data and recipe.data.sources), ("sft", recipe.sft), ("dpo", recipe.dpo)]
     words += [word for key, there in text if there for word in ("--set", f"{key}.sources=[pocket-world]")]
     if recipe.evaluate:
         words += ["--set", "evaluate.tasks=[pocket-world]", "--set", "evaluate.data_dir=null"]
-    status, out, said = affinage(*words)  # of text that is here: theirs is downloaded, or a user's
-    assert status == 0 and any(row["runs"] for row in json.loads(out)), said
+    assert any(row["runs"] for row in answer(*words))
     told = facts(RECIPES[name])
     assert set(told) == set(FACTS) and all("".join(lines).strip() for lines in told.values())
     assert all(any(source in " ".join(told[fact]) for source in SOURCES) for fact in ("Time", "Cost", "Expect"))
@@ -64,21 +63,19 @@ SMALLEST = ("gpt2-124m",)
     ("name", "command"),
     [pytest.param(*claim, marks=[] if claim[0] in SMALLEST else pytest.mark.full) for claim in CLAIMS],
 )
-def test_what_is_said_to_be_planned_is_what_the_planner_says(name: str, command: str, affinage):
-    status, out, said = affinage(*shlex.split(command)[1:], "--json")
-    assert status == 0, said
-    plan = json.loads(out)
+def test_what_is_said_to_be_planned_is_what_the_planner_says(name: str, command: str, answer):
+    plan = answer(*shlex.split(command)[1:])
     assert duration(plan["seconds"]) in text_of(name)
     assert plan["cost"] is None or f"${plan['cost']:,.0f}" in text_of(name)
 
 
-def test_values_in_effect_are_shown_with_where_they_come_from(tmp_path: Path, monkeypatch, affinage):
+def test_values_in_effect_are_shown_with_where_they_come_from(tmp_path: Path, monkeypatch, affinage, answer):
     monkeypatch.chdir(tmp_path)
     text = "base: quickstart\nname: a\npretrain:\n  log_every: 7\nsft: null\ndpo: null\ndata: {dedup: null}\n"
     (tmp_path / "a.yaml").write_text(text)
-    status, out, _ = affinage("config", "show", "a.yaml", "--set", "pretrain.batch_size=3", "--json")
-    rows = {row["key"]: (row["value"], row["origin"]) for row in json.loads(out)}
-    assert status == 0 and rows["pretrain.log_every"] == (7, "a.yaml:4")
+    shown = answer("config", "show", "a.yaml", "--set", "pretrain.batch_size=3")
+    rows = {row["key"]: (row["value"], row["origin"]) for row in shown}
+    assert rows["pretrain.log_every"] == (7, "a.yaml:4")
     assert rows["pretrain.batch_size"] == (3, "--set pretrain.batch_size")
     assert rows["pretrain.optimizer.eps"][1] == "default" and "quickstart.yaml:" in rows["tokenizer.vocab_size"][1]
     # What a base had and the recipe takes away is not in effect.
@@ -89,13 +86,11 @@ def test_values_in_effect_are_shown_with_where_they_come_from(tmp_path: Path, mo
     assert status == 2 and "pretrain.log_every" in said
 
 
-def test_what_short_forms_stand_for_is_shown_with_where_they_are_written(tmp_path, monkeypatch, affinage):
+def test_what_short_forms_stand_for_is_shown_with_where_they_are_written(tmp_path, monkeypatch, answer):
     monkeypatch.chdir(tmp_path)
     text = "base: quickstart\nname: b\nruntime: {trackers: [tensorboard, wandb]}\ndata: {sources: [my_text/]}\n"
     (tmp_path / "b.yaml").write_text(f"{text}pretrain: {{tokens: 2.0e+6,\n  mixture: {{en: 1}}}}\n")
-    status, out, said = affinage("config", "show", "b.yaml", "--json")
-    assert status == 0, said
-    rows = {row["key"]: (row["value"], row["origin"]) for row in json.loads(out)}
+    rows = {row["key"]: (row["value"], row["origin"]) for row in answer("config", "show", "b.yaml")}
     assert rows["runtime.trackers.tensorboard"] == rows["runtime.trackers.wandb"] == ({}, "b.yaml:3")
     assert rows["pretrain.mixture.0.weights.en"] == (1.0, "b.yaml:6") and rows["pretrain.tokens"] == (2e6, "b.yaml:5")
     assert rows["pretrain.steps"] == (1954, "b.yaml:5") and rows["data.sources.0.path"] == ("my_text/", "b.yaml:4")
@@ -106,8 +101,8 @@ def test_the_schema_takes_every_recipe_and_marks_mistakes(affinage):
     Draft202012Validator.check_schema(schema)
     validator = Draft202012Validator(schema)
     for name, path in RECIPES.items():
-        assert not list(validator.iter_errors(parse(path.read_text(), name).value)), name
+        assert not list(validator.iter_errors(parse(path.read_text(), name)[0])), name
     assert schema["$defs"]["PretrainSettings"]["properties"]["eval_every"]["description"]
     wrong = "data: {filters: {min_characters: -1}}", "mesh: {rows: 2}"
     for text in ("pretrain: {stepz: 3}", "pretrain: {steps: none}", *wrong):
-        assert list(validator.iter_errors(parse(text, "text").value)), text
+        assert list(validator.iter_errors(parse(text, "text")[0])), text

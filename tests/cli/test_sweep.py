@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from run_affinage import set_words
 from tiny_run import RECIPE, WORDS
 
 
-def test_what_points_have_in_common_is_made_once(tmp_path: Path, affinage):
+def test_what_points_have_in_common_is_made_once(tmp_path: Path, answer):
     grid = "sweep={sft.from_step: [5, 10], sft.steps: [1, 2]}"
-    words = ["sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), "--dry-run", "--json", "--set", grid]
-    status, out, said = affinage(*words, "--set", "runtime.checkpoint={every_steps: 5, keep_every: 5}")
-    planned = json.loads(out)
-    assert status == 0 and len(planned) == 4 and "pretrain" in planned[0]["would_run"], said
+    words = set_words(grid, "runtime.checkpoint={every_steps: 5, keep_every: 5}")
+    planned = answer("sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), "--dry-run", *words)
+    assert len(planned) == 4 and "pretrain" in planned[0]["would_run"]
     assert all("pretrain" not in point["would_run"] for point in planned[1:])
     assert all("sft" in point["would_run"] for point in planned)
 
@@ -22,12 +22,11 @@ def test_what_points_have_in_common_is_made_once(tmp_path: Path, affinage):
     ("key", "values", "trained"),
     [("report.language", ["en", "fr"], 0), pytest.param("dpo.steps", [4, 2], 1, marks=pytest.mark.full)],
 )
-def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs: Path, key, values, trained, affinage):
+def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs, key, values, trained, affinage, answer):
     words = ("sweep", *WORDS, "--runs", str(own_runs), "--set", f"sweep={{{key}: [{values[0]}, {values[1]}]}}")
     before = {path.name for path in (own_runs / "store").iterdir()}
-    status, out, said = affinage(*words, "--json")
-    told = json.loads(out)
-    assert status == 0 and [point["settings"] for point in told] == [{key: value} for value in values], said
+    told = answer(*words)
+    assert [point["settings"] for point in told] == [{key: value} for value in values]
     assert all(0 <= score["value"] <= 1 for point in told for score in point["scores"].values())
     made = [path.name.rpartition("-")[0] for path in (own_runs / "store").iterdir() if path.name not in before]
     assert made.count("dpo") == made.count("evaluate-dpo") == trained and not {"pretrain", "sft"} & {*made}
@@ -38,16 +37,17 @@ def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs: Pa
     assert status == 0
     for point in told:
         assert any({point["run"], *(f"{loss:.4f}" for loss in point["losses"].values())} <= {*row} for row in table)
-    assert all(point["would_run"] == [] for point in json.loads(affinage(*words, "--dry-run", "--json")[1]))
+    assert all(point["would_run"] == [] for point in answer(*words, "--dry-run"))
 
 
 def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
     grid = "sweep={pretrain.schedule.peak_lr: [1.0e+30, 3.0e-3]}"
-    words = [word for section in ("sft", "dpo", "evaluate", "export") for word in ("--set", f"{section}=null")]
-    words += ["--set", "pretrain.health={max_skips: 1}", "--set", grid]
+    absent = (f"{section}=null" for section in ("sft", "dpo", "evaluate", "export"))
+    words = set_words(*absent, "pretrain.health={max_skips: 1}", grid)
     status, out, said = affinage("sweep", str(RECIPE), "--runs", str(own_runs), *words, "--json")
+    assert status == 2 and "tiny-001 failed" in said, said
     diverged, trained = json.loads(out)
-    assert status == 2 and "tiny-001 failed" in said and "had to be skipped" in diverged["error"]
+    assert "had to be skipped" in diverged["error"]
     assert "error" not in trained and trained["losses"] and not diverged["losses"]
     assert json.loads((own_runs / "tiny" / "sweep.json").read_text()) == [diverged, trained]
 

@@ -2,6 +2,7 @@
 
 wait FOLDER [FILE...]    prints the files, and waits for SIGTERM; then it saves, and exits with 75
 exit STATUS
+mistake 2                the first worker ends with a mistake, and the other is aborted as by JAX, with a page of stacks
 """
 
 import os
@@ -30,7 +31,11 @@ def saved(number: int, frame: object) -> None:
 
 die_with_parent()
 print(f"worker {worker} of {os.environ['AFFINAGE_NUM_PROCESSES']}", flush=True)
-if what == "exit":
+if what == "mistake" and worker == "1":
+    time.sleep(1)
+    print("*** Check failure stack trace: ***", flush=True)
+    os.abort()
+if what in ("exit", "mistake"):
     sys.exit(int(word))
 signal.signal(signal.SIGTERM, saved)
 for file in files:

@@ -8,21 +8,14 @@ from pathlib import Path
 import pytest
 from sqlitedict import SqliteDict
 
+import tiny
 from affinage.evaluation.run import evaluate
 from affinage.pipeline.opening import open_model
 from choice_task import sums, write_task
+from run_affinage import set_words
 
 pytestmark = pytest.mark.full
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
-
-
-def launched(*words: str) -> list[str]:
-    """What two processes with two devices each have printed."""
-    options = ["--processes", "2", "--devices", "2", "--max-failures", "0"]
-    command = [sys.executable, "-m", "affinage", "launch", *words, *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return (ended.stdout + ended.stderr).splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +27,23 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]
         "data.sources=[{path: pocket-world, max_bytes: 0.05MB}]",
         "mesh={data: 2, fsdp: 2}",
         "pretrain.steps=4",
-        "runtime.profile=2",
+        "runtime.profile=[2, 2]",
         f"pretrain.monitor={{tasks: ['{task}'], every_steps: 2, limit: 12}}",
         "sft.steps=2",
         f"sft.monitor={{tasks: ['{task}'], every_steps: 1, limit: 12, on_regression: log}}",
         f"evaluate={{tasks: ['{task}', pocket-world], limit: 3}}",
         "export=null",
     ]
-    words = [word for setting in settings for word in ("--set", setting)]
-    return folder / "runs", task, launched(TINY, "--runs", str(folder / "runs"), *words)
+    words = ["launch", TINY, "--runs", str(folder / "runs"), *set_words(*settings)]
+    words += ["--processes", "2", "--devices", "2", "--max-failures", "0"]
+    ended = subprocess.run([sys.executable, "-m", "affinage", *words], capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder / "runs", task, (ended.stdout + ended.stderr).splitlines()
 
 
 def test_scores_in_the_loop_and_looks_at_benchmarks_are_those_of_the_checkpoints(road: tuple[Path, str, list[str]]):
     runs, task, said = road
-    rows = [json.loads(line) for line in (runs / "tiny" / "pretrain" / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "evaluation" in row]
+    rows = [row for row in tiny.lines(runs / "tiny" / "pretrain") if "evaluation" in row]
     looks = json.loads((runs / "tiny" / "sft" / "monitor.json").read_text())["points"]
     assert [row["step"] for row in rows] == [0, 2, 4] and [look["step"] for look in looks] == [0, 1, 2]
     models = (open_model(name, runs) for name in ("tiny/pretrain", "tiny/sft@2"))

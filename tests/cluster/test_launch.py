@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from affinage.cluster import launch, processes
@@ -26,41 +27,38 @@ KILLED, SAVED = [(1, -signal.SIGKILL)], [(0, 75), (1, 75)]
 
 
 class Scripted:
-    """A launcher whose workers end as is written: for every start, (worker, status) in order.
+    """A launcher, and its workers, which end as is written: for every start, (worker, status) in order.
 
     At `SIGNAL` the process that supervises them gets SIGTERM. A start that is an exception is one that fails with it.
     """
 
+    workers = 2
+
     def __init__(self, *starts: Sequence[tuple[int, int]] | Exception) -> None:
-        self.starts, self.begun, self.sent, self.killed = list(starts), 0, [], 0
+        self.starts, self.script, self.begun, self.sent, self.killed = list(starts), [], 0, [], 0
 
     def start(self, command: Sequence[str]) -> WorkerGroup:
         start = self.starts.pop(0)
         if isinstance(start, Exception):
             raise start
-        script, launcher = list(start), self
-        launcher.begun += 1
+        self.script, self.begun = list(start), self.begun + 1
+        return self
 
-        class Here:
-            workers = 2
+    def exits(self, seconds: float) -> list[WorkerExit]:
+        if not self.script:
+            time.sleep(min(seconds, 0.01))
+            return []
+        if self.script[0] != SIGNAL:
+            return [WorkerExit(*self.script.pop(0))]
+        self.script.pop(0)
+        signal.raise_signal(signal.SIGTERM)
+        return []
 
-            def exits(self, seconds: float) -> list[WorkerExit]:
-                if not script:
-                    time.sleep(min(seconds, 0.01))
-                    return []
-                if script[0] == SIGNAL:
-                    script.pop(0)
-                    signal.raise_signal(signal.SIGTERM)
-                    return []
-                return [WorkerExit(*script.pop(0))]
+    def send(self, number: signal.Signals) -> None:
+        self.sent.append(number)
 
-            def send(self, number: signal.Signals) -> None:
-                launcher.sent.append(number)
-
-            def kill(self) -> None:
-                launcher.killed += 1
-
-        return Here()
+    def kill(self) -> None:
+        self.killed += 1
 
 
 @pytest.fixture(autouse=True)
@@ -148,13 +146,6 @@ def test_a_mistake_that_the_processes_of_a_launch_find_ends_it_with_one_message_
     assert not any("Traceback" in line for line in said), said
 
 
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_with_it(tmp_path: Path):
     said: list[str] = []
     script = f"echo in $AFFINAGE_PROCESS_ID of $AFFINAGE_NUM_PROCESSES; sleep 600 & echo $! > {tmp_path}/child; exit 3"
@@ -164,7 +155,8 @@ def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_wi
     assert {(each.worker, each.status) for each in exits} == {(0, 3), (1, 3)}
     assert set(said) == {"0 | in 0 of 2", "1 | in 1 of 2"}
     group.kill()
-    until(lambda: not alive(int((tmp_path / "child").read_text())))
+    child = int((tmp_path / "child").read_text())
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
     with pytest.raises(FileNotFoundError):
         start_processes([str(tmp_path / "nothing")], {}, 2, said.append)
 
@@ -214,8 +206,15 @@ def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_agai
         launcher.close()
 
 
-# ---- how processes find each other
+def test_a_mistake_is_printed_without_what_jax_prints_of_the_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "_AFTER", {2: 30.0})
+    said: list[str] = []
+    start = partial(start_processes, environment=os.environ, workers=2, say=said.append)
+    assert supervise(lambda words: start([*PROGRAM, *words]), ["mistake", "2"], say=said.append) == 2
+    assert "0 | worker 0 of 2" in said and not any("stack" in line for line in said)
 
+
+# ---- how processes find each other
 
 AGREE = """
 from affinage.cluster.processes import ProcessLost, init_distributed
@@ -246,23 +245,20 @@ OPEN_MPI = {
 }
 
 
-def environment(index: int, address: str) -> dict[str, str]:
+def at(index: int, address: str) -> dict[str, str]:
+    """The environment of a process."""
     place = {processes.COORDINATOR: address, processes.NUM_PROCESSES: "2", processes.PROCESS_ID: str(index)}
     return os.environ | place
 
 
 def test_processes_agree_on_the_least_and_on_the_firsts_word_and_one_that_does_not_come_is_named():
     held, address = reserved_port()
-    command = [sys.executable, "-c", AGREE]
-    both = [
-        subprocess.Popen(command, env=environment(index, address), stdout=subprocess.PIPE, text=True)
-        for index in range(2)
-    ]
+    pipe = {"stdout": subprocess.PIPE, "text": True}
     with held:
-        first, second = [
-            [line for line in each.communicate(timeout=300)[0].splitlines() if "Gloo" not in line] for each in both
-        ]
+        both = [subprocess.Popen([sys.executable, "-c", AGREE], env=at(index, address), **pipe) for index in range(2)]
+        said = [each.communicate(timeout=300)[0].splitlines() for each in both]
     assert [each.returncode for each in both] == [0, 0]
+    first, second = ([line for line in lines if "Gloo" not in line] for lines in said)
     agreed = "[5, 2, 5] ['of', 0]"
     assert second == [agreed] and first[0] == agreed
     assert "`the middle`" in first[1] and "0.5 s" in first[1]
@@ -271,17 +267,13 @@ def test_processes_agree_on_the_least_and_on_the_firsts_word_and_one_that_does_n
 def test_a_process_whose_others_do_not_start_ends_so_that_it_is_started_again(tmp_path: Path):
     held, address = reserved_port()
     command = [sys.executable, "-c", ALONE, str(TINY), str(tmp_path)]
-    places = {f"{address}: process 1 of 2": environment(1, address), "auto: this process": os.environ | OPEN_MPI}
+    places = {f"{address}: process 1 of 2": at(1, address), "auto: this process": os.environ | OPEN_MPI}
     with held:
-        started = {
-            words: subprocess.Popen(command, env=place, stderr=subprocess.PIPE, text=True)
-            for words, place in places.items()
-        }
-        for words, process in started.items():
-            stderr = process.communicate(timeout=300)[1]
-            assert process.returncode == 1, stderr
-            assert f"{words} did not meet the others" in stderr
-            assert "Traceback" not in stderr and "stack trace" not in stderr
+        both = [subprocess.Popen(command, env=place, stderr=subprocess.PIPE, text=True) for place in places.values()]
+        for words, process in zip(places, both, strict=True):
+            said = process.communicate(timeout=300)[1]
+            assert process.returncode == 1 and f"{words} did not meet the others" in said, said
+            assert "Traceback" not in said and "stack trace" not in said
 
 
 def test_the_environment_gives_a_process_its_place(monkeypatch: pytest.MonkeyPatch):

@@ -3,13 +3,13 @@
 Two processes have half of the devices each; they compute together by `jax.distributed` and Gloo.
 """
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
 from training_process import BEFORE_STEPS, Training, ended_alike
 
+import tiny
 from affinage.cluster import launch
 
 FULL = pytest.mark.full
@@ -87,9 +87,7 @@ def test_processes_that_are_killed_again_and_again_change_no_bit(alone: Path, tm
 
 @FULL
 @pytest.mark.parametrize(("process", "number"), [(0, signal.SIGSTOP), (1, signal.SIGSTOP), (1, 0)])
-def test_a_process_that_is_stopped_or_hangs_is_missed_and_the_run_continues(
-    alone: Path, tmp_path: Path, process: int, number: int
-):
+def test_a_process_that_is_stopped_or_hangs_is_missed_and_the_run_continues(alone, tmp_path, process, number):
     runtime = {"heartbeat_timeout": 10, "hang_timeout": 20}
     launcher = Training(tmp_path / "run", STEPS, hurts=[(process, 6, int(number))], runtime=runtime)
     assert launcher.run(failures=1) == 0, "\n".join(launcher.said)
@@ -106,8 +104,7 @@ def test_a_batch_that_is_not_finite_in_one_process_is_judged_alike_by_all(tmp_pa
         settings = {"health": {"on_nonfinite": policy}}
         launcher = Training(tmp_path / f"{workers}", STEPS, workers, nonfinite=[8], settings=settings)
         assert launcher.run() == 0, "\n".join(launcher.said)
-        events = [json.loads(line) for line in (launcher.folder / "health.jsonl").read_text().splitlines()]
-        done.append([(event["step"], event["action"]) for event in events])
+        done.append([(event["step"], event["action"]) for event in tiny.lines(launcher.folder, "health.jsonl")])
         folders.append(launcher.folder)
     assert done[0] == done[1] == [(8, "skipped" if policy == "skip" else "rolled back")]
     assert ended_alike(*folders, STEPS)

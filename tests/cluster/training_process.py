@@ -41,14 +41,7 @@ class Training:
     `hurts`: what processes do to themselves, one for each start: process, step or phase, signal.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        steps: int,
-        workers: int = 2,
-        hurts: Sequence[tuple[int, int | str, int]] = (),
-        **more: object,
-    ) -> None:
+    def __init__(self, folder: Path, steps: int, workers: int = 2, hurts: Sequence = (), **more: object) -> None:
         self.workers, self.folder, self.hurts, self.said, self.starts = workers, folder, list(hurts), [], 0
         self._job = {"folder": str(folder), "steps": steps, **more}
 

@@ -1,8 +1,9 @@
 """Texts with planted near-copies, and the plain definition of their Jaccard similarity."""
 
 import random
-import unicodedata
 from collections.abc import Iterable
+
+import regex
 
 SYLLABLES = "ba ce di fo gu la mé ni où pa que ré so tâ vi ço lê ma na ju th er in the and ing st ch ou ss".split()
 
@@ -39,34 +40,14 @@ def written(words: Iterable[str]) -> str:
     return " ".join(text)
 
 
-def words_of(text: str) -> list[str]:
-    """The slow, obvious splitting: runs of letters, numbers and marks in lower case; some characters alone."""
-    words, word = [], ""
-    for character in text:
-        lower = character.lower() if len(character.lower()) == 1 else character
-        if stands_alone(character):
-            words += [word, lower]
-            word = ""
-        elif character.isalnum() or unicodedata.category(character)[0] == "M":
-            word += lower
-        else:
-            words.append(word)
-            word = ""
-    return [word for word in [*words, word] if word]
-
-
-def stands_alone(character: str) -> bool:
-    """Ideographs, kana, and mathematical and currency signs."""
-    point = ord(character)
-    ranges = ((0x3041, 0x3100), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x40000))
-    if any(low <= point < high for low, high in ranges) and character.isalnum():
-        return True
-    return unicodedata.category(character) in ("Sm", "Sc")
+# Ideographs and kana stand alone, as do mathematical and currency signs.
+LETTER = r"[\p{L}\p{N}\p{M}--[\p{Han}\p{Hiragana}\p{Katakana}]]"
+WORD = regex.compile(r"[\p{Sm}\p{Sc}\p{Han}\p{Hiragana}\p{Katakana}]|" + f"{LETTER}+", regex.V1)
 
 
 def shingles_of(text: str, ngram: int = 5) -> set[tuple[str, ...]]:
     """All runs of `ngram` words, or the one run of a shorter text."""
-    words = words_of(text)
+    words = WORD.findall(text.lower())
     return {tuple(words[i : i + ngram]) for i in range(max(1, len(words) - ngram + 1))}
 
 

@@ -93,14 +93,11 @@ def test_what_a_template_refuses_is_told_of_it(act):
     assert refused(act).where == "chat_template"
 
 
-HOSTILE = [
+@pytest.mark.parametrize("source", [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ lipsum.__globals__['os'].popen('touch HERE').read() }}",
     "{{ messages.append({'role': 'user', 'content': 'more'}) }}",
-]
-
-
-@pytest.mark.parametrize("source", HOSTILE)
+])  # fmt: skip
 def test_a_hostile_template_gets_nowhere(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     messages = [dict(PLAIN[0])]

@@ -17,7 +17,7 @@ import zstandard
 from affinage.data import ingest as ingesting
 from affinage.data import readers
 from affinage.data.files import version_of
-from affinage.errors import UserError
+from run_affinage import refused
 from source_forms import collected, write_lines
 
 LINES = [{"text": "first text", "id": "x1"}, {"text": "deuxième texte"}]
@@ -32,12 +32,6 @@ def run(tmp_path, *sources, **settings):
     return collected(tmp_path / "collected", *sources, **settings)
 
 
-def refused(tmp_path, *sources, **settings) -> UserError:
-    with pytest.raises(UserError) as error:
-        run(tmp_path, *sources, **settings)
-    return error.value
-
-
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_json_lines_of_any_compression(tmp_path, suffix):
     path = tmp_path / f"lines.jsonl{suffix}"
@@ -49,16 +43,19 @@ def test_json_lines_of_any_compression(tmp_path, suffix):
     assert summary["documents_in"] == summary["documents_out"] == 2 and summary["bytes_out"] == 25
 
 
-def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
+def test_a_folder_is_read_recursively_in_sorted_order_and_what_is_no_text_is_counted(tmp_path):
     folder = tmp_path / "my_texts"
     (folder / "sub").mkdir(parents=True)
     for name in ("b.md", "a.txt", "sub/c.txt", ".hidden.txt", "picture.png"):
         (folder / name).write_text(f"text of {name}\n")
+    files = {"latin1.txt": b"d\xe9j\xe0", "binary.txt": b"\x7fELF\0\0\0", "utf16.txt": "fenêtre".encode("utf-16")}
+    for name, content in (files | {"a.jsonl": b"", "empty.txt": b"", "blank.jsonl": b"\n\n"}).items():
+        (folder / name).write_bytes(content)
     summary, rows = run(tmp_path, str(folder) + "/")
     assert [row["id"] for row in rows] == ["a.txt", "b.md", "sub/c.txt"]
     empty = {"language": "", "language_score": None, "url": "", "license": ""}
     assert rows[0] == {"id": "a.txt", "source": "my_texts", **empty, "text": "text of a.txt\n"}
-    assert summary["removed"] == {"unknown kind of file": 1}
+    assert summary["removed"] == {"unknown kind of file": 1, "binary": 2, "empty": 1, "not UTF-8": 1}
     assert summary["samples"]["unknown kind of file"][0]["id"] == "picture.png"
 
 
@@ -76,7 +73,7 @@ def test_globs_roots_names_and_urls(tmp_path):
     assert [row["source"] for row in run(tmp_path, url, url, root="/elsewhere")[1]] == ["one", "one-2"]
 
 
-def test_parquet_with_a_text_key(tmp_path):
+def test_parquet_with_a_text_key_or_of_bytes(tmp_path):
     table = pa.table({"content": ["eins", None, "drei"], "url": ["u1", "u2", "u3"], "score": [1, 2, 3]})
     pq.write_table(table, tmp_path / "t.parquet")
     summary, rows = run(tmp_path, {"path": str(tmp_path / "t.parquet"), "text_key": "content", "license": "CC0"})
@@ -84,8 +81,11 @@ def test_parquet_with_a_text_key(tmp_path):
     assert found == [("t.parquet#1", "eins", "u1", "CC0"), ("t.parquet#3", "drei", "u3", "CC0")]
     assert summary["removed"] == {"text is not a string": 1}
     for damaged in ("raise", "skip"):
-        error = refused(tmp_path, str(tmp_path / "t.parquet"), on_error=damaged)
+        error = refused(run, tmp_path, str(tmp_path / "t.parquet"), on_error=damaged)
         assert "'text'" in error.what and "content" in error.what and "text_key" in error.fix
+    pq.write_table(pa.table({"text": [b"fen\xc3\xaatre", b"caf\xe9"]}), tmp_path / "t.parquet")
+    summary, rows = run(tmp_path, str(tmp_path / "t.parquet"))
+    assert [row["text"] for row in rows] == ["fenêtre"] and summary["removed"] == {"not UTF-8": 1}
 
 
 def test_what_a_record_says_of_itself_is_carried(tmp_path):
@@ -105,11 +105,12 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
     bad |= {b'["a"]': "not a JSON object"}
     bad |= {b'{"body": "x"}': "no text key", b'{"\\ud83d": 1}': "no text key", b'{"text": 5}': "text is not a string"}
     bad |= {b'{"text": "  "}': "empty", b'{"text": "caf\xe9"}': "not UTF-8"}
-    lines = [b'{"text": "good one"}', *bad, b"", b'{"text": "lone \\ud800 half"}']
+    lines = [b'{"text": "good one"}', *bad, b"", b'{"text": "lone \\ud800 half", "id": "a\\u001b[2Jb"}']
     (tmp_path / "bad.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
     summary, rows = run(tmp_path, str(tmp_path / "bad.jsonl"))
     assert [row["text"] for row in rows] == ["good one", "lone \ufffd half"]
-    assert summary["removed"] == Counter(bad.values())
+    assert rows[1]["id"] == "a\\x1b[2Jb", "nothing that a terminal would obey"
+    assert summary["removed"] == Counter(bad.values()) and summary["lone_surrogates"] == 1
     assert summary["samples"]["not UTF-8"][0]["id"] == "bad.jsonl#10" and summary["documents_in"] == 11
     assert summary["samples"]["not a JSON object"][0]["text"] == '["a"]\n', "as the file has it"
 
@@ -130,22 +131,10 @@ def test_a_huge_line_is_never_held(tmp_path, monkeypatch, suffix):
     assert [row["text"] for row in rows] == ["before", "after"] and summary["removed"] == {"too large": 1}
 
 
-def test_binary_foreign_and_empty_files_in_a_folder_are_counted(tmp_path):
-    folder = tmp_path / "mixed"
-    folder.mkdir()
-    files = {"good.txt": b"fine", "latin1.txt": b"d\xe9j\xe0", "binary.txt": b"\x7fELF\0\0\0", "a.jsonl": b""}
-    files |= {"empty.txt": b"", "blank.jsonl": b"\n\n", "utf16.txt": "fenêtre".encode("utf-16")}
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    summary, rows = run(tmp_path, str(folder))
-    assert [row["text"] for row in rows] == ["fine"]
-    assert summary["removed"] == {"binary": 2, "empty": 1, "not UTF-8": 1}
-
-
 @pytest.mark.parametrize("path", ["nowhere.jsonl", "*.jsonl", "picture.png", "nosuch://bucket/a.jsonl"])
 def test_a_source_that_is_not_there_is_refused(tmp_path, path):
     (tmp_path / "picture.png").write_bytes(b"x")
-    error = refused(tmp_path, path if "://" in path else str(tmp_path / path))
+    error = refused(run, tmp_path, path if "://" in path else str(tmp_path / path))
     assert error.where == "data.sources[0]" and path in error.what
 
 
@@ -166,7 +155,7 @@ def test_a_source_that_is_not_there_is_refused(tmp_path, path):
 )
 def test_an_unusable_source_is_one_message(tmp_path, name, content, told):
     (tmp_path / name).write_bytes(content)
-    error = refused(tmp_path, str(tmp_path / name))
+    error = refused(run, tmp_path, str(tmp_path / name))
     assert told in str(error) and name in str(error)
 
 
@@ -177,15 +166,6 @@ def test_what_stands_before_the_end_of_a_truncated_file_is_kept(tmp_path, suffix
     (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[:-cut])
     summary, rows = run(tmp_path, str(tmp_path / f"a.jsonl{suffix}"), on_error="skip")
     assert least <= len(rows) <= count and summary["removed"]["damaged file"] == 1
-
-
-def test_a_table_of_bytes_is_read_and_replaced_surrogates_are_counted(tmp_path):
-    pq.write_table(pa.table({"text": [b"fen\xc3\xaatre", b"caf\xe9"]}), tmp_path / "t.parquet")
-    (tmp_path / "t.jsonl").write_bytes(b'{"text": "lone \\ud800 half", "id": "a\\u001b[2Jb"}\n{"text": "whole"}\n')
-    summary, rows = run(tmp_path, str(tmp_path / "t.parquet"), str(tmp_path / "t.jsonl"))
-    assert [row["text"] for row in rows] == ["fenêtre", "lone \ufffd half", "whole"]
-    assert summary["removed"] == {"not UTF-8": 1} and summary["lone_surrogates"] == 1
-    assert rows[1]["id"] == "a\\x1b[2Jb", "nothing that a terminal would obey"
 
 
 def numbered(first, count):

@@ -10,19 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from affinage.data.dataloader import (
-    SLOTS,
-    DataLoader,
-    components_of,
-    make_batch,
-    prefetch,
-    segments,
-    stages_of,
-)
+from affinage.data.dataloader import SLOTS, DataLoader, components_of, make_batch, prefetch, segments, stages_of
 from affinage.data.order import permuted
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import best_fit, concatenate
-from affinage.errors import UserError
 from run_affinage import refused
 from token_rows import write_tokens
 
@@ -97,20 +88,16 @@ def test_names_stand_for_sources_languages_and_both(weights: dict, components: d
     assert components_of(weights, GROUPS) == components
 
 
-WRONG = [{"de": 1}, {"wikki": 1}, {"web.en": -1}, {"web.en": 0.0}, {}, {"web": 1, "en": 1}]
-
-
-@pytest.mark.parametrize("weights", WRONG, ids=str)
+@pytest.mark.parametrize("weights", [{"de": 1}, {"wikki": 1}, {"web.en": -1}, {"web.en": 0}, {}, {"web": 1, "en": 1}])
 def test_weights_that_make_no_sense_are_refused(folder: Path, weights: dict[str, float]):
     raised = refused(DataLoader, folder, seed=0, batch=4, mixture=[(0, weights)])
     assert raised.where == "pretrain.mixture"
     assert "wikki" not in weights or "Did you mean `wiki`" in raised.fix
 
 
-def test_other_mistakes_are_refused(folder: Path, tmp_path: Path):
-    refused(DataLoader, tmp_path / "nothing", seed=0, batch=4)
-    with pytest.raises(UserError):  # 4 rows for 3 hosts
-        DataLoader(folder, seed=0, batch=4).batch(0, 0, 3)
+def test_other_mistakes_are_refused(folder: Path):
+    refused(DataLoader, folder / "nothing", seed=0, batch=4)
+    refused(DataLoader(folder, seed=0, batch=4).batch, 0, 0, 3)  # 4 rows for 3 hosts
 
 
 def test_iterating_gives_the_batches_in_order_and_ends_its_threads_and_errors_come_in_their_turn(folder: Path):
@@ -171,7 +158,6 @@ def test_segments_and_positions_are_counted_as_one_would_by_hand_and_padding_is_
 
 
 # ---- layouts of documents in rows
-
 
 SEQ_LEN = 12
 lengths_of_documents = st.lists(st.integers(2, 40), min_size=1, max_size=60).map(np.array)

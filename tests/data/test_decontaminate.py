@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
@@ -38,14 +39,7 @@ FRENCH = "Lequel des cinq ports de la côte nord fut reconstruit après la temp�
 
 
 def folded_words(text: str) -> list[str]:
-    words, word = [], ""
-    for character in unicodedata.normalize("NFC", text).casefold():
-        if character.isalnum() or unicodedata.category(character)[0] == "M":
-            word += character
-            continue
-        words.append(word)
-        word = ""
-    return [word for word in [*words, word] if word]
+    return regex.findall(r"[\p{L}\p{N}\p{M}]+", unicodedata.normalize("NFC", text).casefold())
 
 
 @lru_cache(maxsize=1000)
@@ -161,7 +155,6 @@ def test_texts_of_rows_are_those_of_their_conversations(tmp_path: Path):
 
 HARBOUR = "The committee decided on Thursday that the old harbour would be rebuilt before the winter storms."
 
-
 WRITTEN = [
     "> The committee decided on Thursday that\n> the old harbour would be rebuilt\n> before the winter storms.",
     "The committee decided | on Thursday | that the old harbour | would be rebuilt before the winter storms.",
@@ -173,8 +166,11 @@ WRITTEN = [
 
 def test_signs_and_tags_between_words_hide_nothing(tmp_path):
     texts = [*(f"Before. {text} After." for text in WRITTEN), "a < b and c > d " * 20]
-    summary, rows = run(tmp_path, texts, [BenchmarkItem("quiz", "0", (HARBOUR,))])
+    items = [BenchmarkItem("quiz", "0", (HARBOUR,))]
+    summary, rows = run(tmp_path, texts, items)
     assert summary["removed"] == {"in a benchmark": 4} and [row["id"] for row in rows] == ["d4"]
+    searched = write_items(tmp_path / "items.json", items, SETTINGS)
+    assert contaminated([*texts, f"Tell me. {HARBOUR} \ud800", ""], searched) == {0, 1, 2, 3, 5}
 
 
 def test_items_are_found_as_they_are_published(tmp_path):
@@ -194,8 +190,3 @@ def test_items_are_found_as_they_are_published(tmp_path):
     assert [row["id"] for row in rows] == ["d2", "d4"]
     assert summary["benchmarks"]["read"]["too_short"] == 0
     assert summary["benchmarks"]["tiny"]["too_short"] == 1 and summary["benchmarks"]["arc"]["found"] == 1
-
-
-def test_texts_that_hold_an_item_are_named(tmp_path):
-    searched = write_items(tmp_path / "items.json", [BenchmarkItem("quiz", "7", (HARBOUR,))], SETTINGS)
-    assert contaminated(["What is new?", f"Tell me. {HARBOUR} \ud800", ""], searched) == {1}

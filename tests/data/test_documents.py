@@ -11,13 +11,7 @@ from safetensors.numpy import save_file
 from affinage.data import documents
 from affinage.data.documents import SCHEMA, DocumentWriter, document_files, read_documents
 from affinage.errors import of_the_machine
-from source_forms import rows_of
-
-
-def write(folder, texts):
-    with DocumentWriter(folder) as writer:
-        for i, text in enumerate(texts):
-            writer.add(id=str(i), source="s", text=text)
+from source_forms import rows_of, write_documents
 
 
 def test_documents_come_back_in_order_with_all_fields_from_the_same_bytes(tmp_path):
@@ -38,7 +32,7 @@ def test_documents_come_back_in_order_with_all_fields_from_the_same_bytes(tmp_pa
 def test_files_and_row_groups_are_bounded_in_bytes_of_text(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "ROW_GROUP_BYTES", 1_000)
     monkeypatch.setattr(documents, "FILE_BYTES", 5_000)
-    write(tmp_path, ["x" * 100] * 200)
+    write_documents(tmp_path, [{"text": "x" * 100}] * 200)
     files = document_files(tmp_path)
     assert len(files) == 4 and files == sorted(files)
     assert {batch.num_rows for batch in read_documents(tmp_path)} == {10}
@@ -46,10 +40,10 @@ def test_files_and_row_groups_are_bounded_in_bytes_of_text(tmp_path, monkeypatch
 
 
 def test_no_documents_make_one_file_without_rows_and_what_a_killed_writer_left_goes(tmp_path):
-    write(tmp_path, [])
+    write_documents(tmp_path, [])
     assert len(document_files(tmp_path)) == 1 and rows_of(tmp_path) == []
-    (tmp_path / "documents-00007.parquet").write_bytes(b"half")
-    write(tmp_path, ["text"])
+    (tmp_path / "part-0-00007.parquet").write_bytes(b"half")
+    write_documents(tmp_path, [{"text": "text"}])
     assert len(rows_of(tmp_path)) == 1
 
 

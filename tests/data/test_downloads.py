@@ -117,17 +117,14 @@ def tables(tmp_path):
 EXPECTED = [f"text {file}-{row} of the dataset" for file in range(3) for row in range(40)]
 
 
-def test_a_folder_of_parquet(tables, tmp_path):
+def test_a_folder_of_parquet_or_json_lines(tables, tmp_path):
     summary, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "tables", "license": "odc-by"})
     assert [row["text"] for row in rows] == EXPECTED and summary["documents_out"] == 120
     facts = {"source": "tables", "language": "en?", "license": "odc-by", "text": EXPECTED[41]}
     facts |= {"language_score": None}
     assert rows[41] == facts | {"id": "tables/1-of-3#2", "url": "https://a.example/1/1"}
-
-
-def test_a_folder_of_json_lines(tmp_path):
     write_lines(tmp_path / "lines" / "train.jsonl", [{"body": f"line {i}", "id": i} for i in range(9)])
-    _, rows = collected(tmp_path / "one", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
+    _, rows = collected(tmp_path / "lines-out", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
     assert [(row["id"], row["text"]) for row in rows] == [(str(i), f"line {i}") for i in range(9)]
 
 

@@ -14,7 +14,6 @@ from affinage.data.code_points import count_characters, repair
 from affinage.data.filters import filter_documents, identify_language, known_languages
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.data.tokenize import tokenize
-from affinage.errors import UserError
 from run_affinage import refused
 from source_forms import collected, prose, rows_of, write_documents
 
@@ -46,6 +45,8 @@ def test_every_rule_counts_what_it_removes(tmp_path):
     assert summary["bytes_out"] == sum(len(row["text"].encode()) for row in rows)
     assert summary["by_language"]["fr"] == {"documents": 1, "bytes": len(FRENCH.encode())}
     assert summary["by_source"]["s"]["documents"] == 2
+    error = refused(run, tmp_path / "nothing", ["short", "tiny"])
+    assert "2 are too short" in error.what and "d0 of s: 5 characters" in error.what
 
 
 def test_lengths_are_counted_after_repair_and_letters_without_space(tmp_path):
@@ -80,11 +81,6 @@ def test_what_a_source_declares_must_be_found_and_what_a_record_claims_is_not_be
     assert summary["removed"] == {} and {row["language_score"] for row in rows} == {None}
 
 
-def test_mistakes_are_one_message(tmp_path):
-    error = refused(run, tmp_path / "nothing", ["short", "tiny"])
-    assert "2 are too short" in error.what and "d0 of s: 5 characters" in error.what
-
-
 def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch):
     pytest.importorskip("datatrove")
     documents = [ENGLISH, "\n".join([ENGLISH] * 5), FRENCH + " {}."]
@@ -95,22 +91,18 @@ def test_filters_of_datatrove_are_off_until_they_are_named(tmp_path, monkeypatch
     summary, rows = run(tmp_path / "on", documents, FilterSettings(datatrove=filters))
     assert [row["id"] for row in rows] == ["d0"]
     assert summary["removed"] == {"GopherRepetitionFilter: dup_line_frac": 1, "C4QualityFilter: curly_bracket": 1}
-    with pytest.raises(UserError, match="does not take"):
-        run(tmp_path / "wrong", documents, FilterSettings(datatrove={"GopherRepetitionFilter": {"nonsense": 1}}))
+    wrong = FilterSettings(datatrove={"GopherRepetitionFilter": {"nonsense": 1}})
+    refused(run, tmp_path / "wrong", documents, wrong, match="does not take")
     with pytest.raises(ValueError, match="GopherRepetitionFilter"):
         FilterSettings(datatrove={"ParquetWriter": {}})
-    monkeypatch.setitem(sys.modules, "datatrove.pipeline.filters", None)
-    error = refused(lambda: run(tmp_path / "missing", documents, FilterSettings(datatrove=filters)))
-    assert "affinage[filters]" in error.fix and error.where == "data.filters.datatrove"
-
-
-def test_addresses_are_replaced_before_anything_else_sees_them(tmp_path):
-    pytest.importorskip("datatrove")
-    documents = [f"{ENGLISH} Write to jane@harbour.org or 8.8.8.8.", "jane@harbour.org"]
     addresses = {"email_replacement": "email@example.com", "ip_replacement": "192.0.2.1"}
-    summary, rows = run(tmp_path, documents, FilterSettings(datatrove={"PIIFormatter": addresses}))
+    with_addresses = [f"{ENGLISH} Write to jane@harbour.org or 8.8.8.8.", "jane@harbour.org"]
+    summary, rows = run(tmp_path / "addresses", with_addresses, FilterSettings(datatrove={"PIIFormatter": addresses}))
     assert rows[0]["text"] == f"{ENGLISH} Write to email@example.com or 192.0.2.1."
-    assert summary["samples"]["too short"][0]["text"] == "email@example.com"
+    assert summary["samples"]["too short"][0]["text"] == "email@example.com", "replaced before anything else sees them"
+    monkeypatch.setitem(sys.modules, "datatrove.pipeline.filters", None)
+    error = refused(run, tmp_path / "missing", documents, FilterSettings(datatrove=filters))
+    assert "affinage[filters]" in error.fix and error.where == "data.filters.datatrove"
 
 
 def test_a_text_in_two_languages_of_the_recipe_can_pass_by_both_together(tmp_path):
@@ -185,7 +177,6 @@ def test_languages_are_told_from_each_other_by_all_of_a_text(text, language):
 
 
 # ---- repair, and counting characters as Python does
-
 
 ODD = st.sampled_from(
     [

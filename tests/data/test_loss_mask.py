@@ -34,8 +34,6 @@ LED = [
     ("qwen3_5_nothink", "reasoning", THINKING),
 ]
 ENDLESS = {"glm4moe"}  # it writes nothing after an answer
-
-
 CASES = [  # where a system message is taken, what has none is taken as well
     pytest.param(name, kind, marks=pytest.mark.full if kind == "plain" and name not in REFUSED["system"] else ())
     for name in SOURCES

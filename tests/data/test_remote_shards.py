@@ -64,9 +64,7 @@ def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder: 
     assert sum(name.endswith("/shards.json") for name in stored) == 4
 
 
-def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_never_the_users_mistake(
-    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
-):
+def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for(store, split_folder, bpe, tmp_path):
     folder = packed(split_folder, bpe, tmp_path / "rows", URL)
     feed, files = DataLoader(folder, seed=0, batch=4), dict(store.files)
 
@@ -86,9 +84,7 @@ def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for_and_neve
     assert feed.batch(0)["tokens"].shape == (4, 32)  # it can be tried again
 
 
-def test_after_a_failed_upload_only_the_rest_is_written_and_the_bytes_are_the_same(
-    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
-):
+def test_after_a_failed_upload_only_the_rest_is_written_and_the_bytes_are_the_same(store, split_folder, bpe, tmp_path):
     packed(split_folder, bpe, tmp_path / "whole/rows", "memory://whole")
     for store.failing in ("broken/rows/train/tales.en/tokens-00001", ""):
         try:

@@ -2,18 +2,15 @@
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from affinage.config.data import SplitSettings
 from affinage.data.split import cut_tail, split
-from affinage.errors import UserError
+from run_affinage import refused
 from source_forms import rows_of, write_documents
 
 GROUPS = [("news", "en", 200), ("news", "fr", 40), ("books", "en", 25), ("books", "fr", 10)]
-
-
 ALL = [
     {"id": f"{language}{i}", "source": source, "language": language, "text": f"text {i} of {source} in {language}"}
     for source, language, count in GROUPS
@@ -79,8 +76,7 @@ def test_a_tail_begins_a_line_or_a_word(text, share):
 
 
 def test_groups_that_are_small(tmp_path):
-    with pytest.raises(UserError, match="none is left to train on"):
-        halves(tmp_path / "one", rows("only", 1), validation_fraction=0.9)
+    refused(halves, tmp_path / "one", rows("only", 1), validation_fraction=0.9, match="none is left to train on")
     summary = halves(tmp_path / "few", [*rows("four", 4), *rows("three", 3)])[0]
     assert summary["without_validation"] == ["three.en"] and counts(summary) == {"four.en": 1}
     summary = halves(tmp_path / "book", rows("book#", 100), group_separator="#")[0]

@@ -24,8 +24,6 @@ from source_forms import write_documents
 from tiny_corpus import write_split
 
 CONTEXT = 32
-
-
 Documents = dict[tuple[str, str], str]  # text by source and id
 
 
@@ -64,9 +62,7 @@ def read_all(folder: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 @pytest.mark.parametrize(("part", "overlap"), [("train", 0), ("validation", 1)])
-def test_rows_hold_every_token_of_every_document_and_tell_whose_it_is(
-    packed: dict[str, Path], split_folder: Path, bpe: Tokenizer, packing: str, part: str, overlap: int
-):
+def test_rows_hold_every_token_of_every_document_and_tell_whose(packed, split_folder, bpe, packing, part, overlap):
     """A validation row that continues a document begins with the last token of the row before it."""
     groups = documents_by_group(split_folder, part)
     assert {path.name for path in (packed[packing] / part).iterdir()} == set(groups)
@@ -124,9 +120,7 @@ def test_the_order_is_shuffled_and_does_not_depend_on_files(split_folder: Path, 
 
 
 @pytest.mark.parametrize("count", [1, 7, 1000])
-def test_shards_hold_consecutive_documents_once_of_about_equal_size_and_are_counted_and_hashed(
-    split_folder: Path, bpe: Tokenizer, tmp_path: Path, count: int
-):
+def test_shards_hold_consecutive_documents_and_are_even_counted_and_hashed(split_folder, bpe, tmp_path, count):
     tokenize(split_folder, bpe, tmp_path, PackingSettings(seq_len=CONTEXT, num_shards=count), seed=0)
     groups = documents_by_group(split_folder, "train")
     shards = len(list(tmp_path.glob("train/*/tokens-*.npy")))

@@ -8,14 +8,14 @@ import pyarrow.parquet as pq
 import pytest
 from template_forms import PLAIN, REASONED, THOUGHTFUL, ours, with_template
 from test_conversations import BAD
-from unpacked import documents_in
 
 from affinage.config.data import DecontaminateSettings
 from affinage.config.training import DpoSettings, SftSettings
 from affinage.data import tuning_data
 from affinage.data.chat import encode_document, encode_prompt
-from affinage.data.dataloader import DataLoader, ValidationRows
+from affinage.data.dataloader import DataLoader, ValidationRows, make_batch
 from affinage.data.decontaminate import BenchmarkItem, write_items
+from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data, show_examples
 from affinage.errors import UserWarned
@@ -36,6 +36,20 @@ def prepare(folder: Path, tokenizer: Tokenizer, *sources, seq_len: int = 160, se
     settings = (DpoSettings if pairs else SftSettings).model_validate(SETTINGS | {"sources": found} | others)
     more = {"seq_len": seq_len, "seed": 0, "system_prompt": "", "searched": searched}
     return prepare_tuning_data(settings, tokenizer, folder / "rows", **more)
+
+
+def documents_in(folder: Path) -> list[tuple[list[int], list[bool]]]:
+    """Tokens and loss mask of every document of the rows of a folder that has something to train, row after row."""
+    found = []
+    for path in find_shard_folders(folder).values():
+        files = TokenShards(path)
+        batch = make_batch(*files.read(np.arange(files.rows)), np.arange(files.rows), files.marks)
+        for row, mask, ids in zip(batch["tokens"], batch["loss_mask"].astype(bool), batch["segment_ids"], strict=True):
+            for number in np.unique(ids):
+                here = (ids == number) & ((row != files.marks.pad) | (files.marks.pad == files.marks.end))
+                if mask[here].any():
+                    found.append((row[here].tolist(), mask[here].tolist()))
+    return found
 
 
 def ask(question: str, answer: str) -> list[dict[str, str]]:

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
@@ -21,7 +20,8 @@ NOT_RUN = {"chat-model": 0, "french": 1, "plan": 1}
 
 def test_all_tutorials_are_carried_out():
     assert {page.stem for page in PAGES.glob("*.md")} == set(NOT_RUN)
-    assert all(any(block.language == "bash" and not block.skipped for block in blocks(p)) for p in PAGES.glob("*.md"))
+    for page in PAGES.glob("*.md"):
+        assert any(block["language"] == "bash" and not block["skipped"] for block in blocks(page))
 
 
 @pytest.mark.full
@@ -36,23 +36,11 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _NUMBER = re.compile(r"\d(?:[\d.,:]*\d)?(?:e[-+]?\d+)?")
-_SECONDS = 600
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, the file it is the content of, why it is not run, and its text."""
-
-    language: str
-    title: str | None
-    skipped: str | None
-    text: str
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    """All fenced blocks of a page, in order."""
-    for found in _BLOCK.finditer(page.read_text(encoding="utf-8")):
-        yield Block(found["language"], found["title"], found["skipped"], found["text"])
+def blocks(page: Path) -> Iterator[re.Match[str]]:
+    """All fenced blocks of a page: language, the file of a title, why one is not run, text."""
+    return _BLOCK.finditer(page.read_text(encoding="utf-8"))
 
 
 def carry_out(page: Path, folder: Path) -> list[str]:
@@ -74,22 +62,23 @@ def carry_out(page: Path, folder: Path) -> list[str]:
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     skipped, said = [], ""
     for block in blocks(page):
-        if block.skipped:
-            skipped.append(block.skipped)
+        text = block["text"]
+        if block["skipped"]:
+            skipped.append(block["skipped"])
             said = ""
-        elif block.title:
-            target = folder / block.title
+        elif block["title"]:
+            target = folder / block["title"]
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(block.text, encoding="utf-8")
-        elif block.language == "text":
+            target.write_text(text, encoding="utf-8")
+        elif block["language"] == "text":
             if said:
-                compare(block.text, said)
+                compare(text, said)
         else:
-            program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[block.language]
-            how = {"cwd": folder, "env": environment, "text": True, "timeout": _SECONDS}
-            done = subprocess.run([*program, block.text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+            program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[block["language"]]
+            how = {"cwd": folder, "env": environment, "text": True, "timeout": 600}
+            done = subprocess.run([*program, text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
             said = done.stdout
-            assert done.returncode == 0, f"{block.text}\n{said}"
+            assert done.returncode == 0, f"{text}\n{said}"
     return skipped
 
 

@@ -315,6 +315,8 @@ def test_a_draw_depends_on_seed_row_and_step_and_on_nothing_else():
     assert all(draw(logits, *other)[0] != alone[0] for other in others)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}, {"stop": ("",)}]
+)
 def test_values_out_of_range_are_refused(wrong):
     refused(lambda: SamplingParams(**wrong))

@@ -70,10 +70,14 @@ def test_rings_are_closed_from_whole_cubes_and_whole_pods_on():
     assert find_slice("v5e-256").wrap == (True, True)
 
 
-def test_a_program_may_take_what_the_compiler_says():
+def test_a_program_may_take_what_the_compiler_says_or_the_environment_of_a_gpu(monkeypatch):
     sizes = {name: find_slice(name).chip.memory_per_device / GiB for name in ("v5e-8", "v4-8", "v6e-8", "v5p-8")}
     assert sizes == {"v5e-8": 15.75, "v4-8": 30.75, "v6e-8": 31.25, "v5p-8": pytest.approx(95.74)}
     assert find_slice("cpu").chip.memory_per_device > GiB
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    assert find_slice("l4").chip.memory_per_device == 12e9
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
+    assert "XLA_CLIENT_MEM_FRACTION" in refused(find_slice, "l4").where
 
 
 @pytest.mark.parametrize(
@@ -90,10 +94,3 @@ def test_a_program_may_take_what_the_compiler_says():
 def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, nearest):
     fix = refused(find_slice, name).fix
     assert all(each in fix for each in nearest)
-
-
-def test_a_program_may_take_the_share_of_a_gpu_that_the_environment_sets(monkeypatch):
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-    assert find_slice("l4").chip.memory_per_device == 12e9
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
-    assert "XLA_CLIENT_MEM_FRACTION" in refused(find_slice, "l4").where

@@ -18,13 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import hub_server
-from affinage.data.documents import read_documents
 from affinage.hub.folder import CardFacts, export, local_copy
-from hub_server import Fault, Hub
+from hub_server import Fault
 from run_affinage import refused
+from source_forms import rows_of
 from tiny_models import tiny_llama
 
-FULL = pytest.mark.full
 TOKEN = "hf_of_a_reader"
 # The libraries wait for a minute and more before they give up; nothing else is changed.
 PROGRAM = """
@@ -78,39 +77,24 @@ class Machine:
         settings = ["--set", f"data.sources={sources}"]
         return self.run("run", "read.yaml", "--until", "ingest", *settings, *words, token=token)
 
-    def collected(self) -> list[dict]:
-        return [row for batch in read_documents(self.folder / "runs/read/ingest") for row in batch.to_pylist()]
+    def texts(self) -> list[str]:
+        return [row["text"] for row in rows_of(self.folder / "runs/read/ingest")]
 
-    def summary(self, stage: str, run: str = "read") -> dict:
-        return json.loads((self.folder / "runs" / run / stage / "result.json").read_text())
+    def summary(self) -> dict:
+        return json.loads((self.folder / "runs/read/ingest/result.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def served():
+@pytest.fixture
+def hub():
     with hub_server.serving() as hub:
         yield hub
 
 
-@pytest.fixture(scope="module")
-def environment(served, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("machine")
+@pytest.fixture
+def machine(hub, tmp_path) -> Machine:
     environment = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "XLA_FLAGS")}
-    environment |= {"HF_ENDPOINT": served.address, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
+    environment |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     environment |= {"HF_DATASETS_OFFLINE": "0", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    return environment
-
-
-@pytest.fixture
-def hub(served) -> Hub:
-    served.repositories.clear()
-    served.faults.clear()
-    served.requests.clear()
-    served.tokens = {TOKEN, "hf_of_somebody_else"}
-    return served
-
-
-@pytest.fixture
-def machine(environment, tmp_path) -> Machine:
     (tmp_path / "work").mkdir()
     return Machine(environment | {"AFFINAGE_CACHE": str(tmp_path / "cache")}, tmp_path / "work")
 
@@ -125,8 +109,8 @@ def lines(rows: list[dict]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def documents(of: str, count: int = 25) -> list[dict]:
-    return [{"id": f"{of}-{n}", "text": f"text {n} of {of}", "url": f"https://a.example/{n}"} for n in range(count)]
+def documents(of: str) -> list[dict]:
+    return [{"id": f"{of}-{n}", "text": f"text {n} of {of}", "url": f"https://a.example/{n}"} for n in range(25)]
 
 
 def tables(of: str = "") -> dict[str, bytes]:
@@ -140,9 +124,6 @@ def test_datasets_are_what_their_files_are(hub, machine):
     first = hub.commit("datasets/me/tables", tables())
     text = hub.commit("datasets/me/lines", {"some.json.gz": gzip.compress(lines(documents("lines")))})
     hub.commit("datasets/me/raw", {"en/a.jsonl": lines(documents("raw"))})
-    for name in ("me/tables", "me/lines", "me/raw"):
-        hub.repositories[f"datasets/{name}"].private = True
-        hub.repositories[f"datasets/{name}"].readers = {TOKEN}
     # A folder here that has the name is not what the recipe asks for.
     (machine.folder / "me" / "tables").mkdir(parents=True)
     (machine.folder / "me" / "tables" / "x.jsonl").write_bytes(lines(documents("a decoy")))
@@ -150,8 +131,8 @@ def test_datasets_are_what_their_files_are(hub, machine):
     sources = "[{dataset: me/tables, config: tables}, {dataset: me/lines}, 'hf://datasets/me/raw/en/*.jsonl']"
     assert machine.collect(sources, token=TOKEN).returncode == 0
     expected = [row for n in range(3) for row in documents(f"file {n}")] + documents("lines") + documents("raw")
-    assert sorted(row["text"] for row in machine.collected()) == sorted(row["text"] for row in expected)
-    assert machine.summary("ingest")["commits"] == {"tables": first, "lines": text}
+    assert sorted(machine.texts()) == sorted(row["text"] for row in expected)
+    assert machine.summary()["commits"] == {"tables": first, "lines": text}
     asked = [one for one in hub.requests if "/me/" in one.path]
     assert {one.token for one in asked} == {TOKEN}
     assert {one.token for one in hub.requests if one.apart} == {None}
@@ -159,7 +140,7 @@ def test_datasets_are_what_their_files_are(hub, machine):
     assert len(written) > 10 and not [path for path in written if TOKEN.encode() in path.read_bytes()]
 
 
-@FULL
+@pytest.mark.full
 def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub, machine):
     hub.commit("datasets/me/large", tables())
     source = "[{dataset: me/large, config: tables}]"
@@ -172,29 +153,22 @@ def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub,
     ended = machine.collect(source, "--set", "data.on_error=skip")
     assert ended.returncode == 0, ended.stderr
     assert not any(fault.times for fault in hub.faults)
-    texts = [row["text"] for row in machine.collected()]
-    assert texts == [row["text"] for n in range(3) for row in documents(f"file {n} anew")]
-    summary = machine.summary("ingest")
+    assert machine.texts() == [row["text"] for n in range(3) for row in documents(f"file {n} anew")]
+    summary = machine.summary()
     assert not summary["removed"] and summary["commits"] == {"tables": commit}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("exported") / "model"
-    export(replace(tiny_llama(), chat=True), folder, facts=CardFacts("mit"))
-    return folder
-
-
-def test_a_model_that_the_hub_does_not_give_is_refused_in_one_message(hub, machine, model):
-    hub.commit("models/me/closed", model)
-    hub.repositories["models/me/closed"].gated = True
+def test_a_model_that_the_hub_does_not_give_is_refused_in_one_message(hub, machine):
+    hub.commit("models/me/closed", {"config.json": b"{}"})
+    hub.faults[:] = [Fault("me/closed/resolve", 401, {"X-Error-Code": "GatedRepo"}, times=99)]
     ended = machine.run("import", "me/closed")
     assert f"Accept its terms at {hub.address}/me/closed" in refusal(ended)
     assert not ended.stderr.startswith("\n"), "no bars of progress where there is no terminal"
 
 
-def test_a_model_comes_over_a_connection_that_breaks(hub, machine, model):
-    hub.commit("models/me/tiny", model)
+def test_a_model_comes_over_a_connection_that_breaks(hub, machine, tmp_path):
+    export(replace(tiny_llama(), chat=True), tmp_path / "model", facts=CardFacts("mit"))
+    hub.commit("models/me/tiny", tmp_path / "model")
     hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000)]  # once, which is lived through
     assert machine.run("import", "me/tiny", token=TOKEN).returncode == 0
     assert {one.token for one in hub.requests if one.apart} == {None}

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -19,7 +20,6 @@ from transformers import AutoTokenizer
 
 import tiny_graphs
 from affinage.data.chat import encode_prompt
-from affinage.errors import UserError
 from affinage.hub.families import architecture_of, family_of
 from affinage.hub.folder import CONFIG, CardFacts, HubWeights, export, hub_facts, local_copy, read_hub_folder
 from affinage.hub.verify import verify
@@ -27,6 +27,7 @@ from affinage.model import init_params, parse
 from affinage.model.layer import map_parameters
 from affinage.pipeline.models import is_chat, locate, resolve
 from affinage.pipeline.opening import import_model, open_model
+from run_affinage import refused
 from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, fused_experts, tiny_llama, with_template
 
 FACTS = CardFacts(license="apache-2.0")
@@ -117,13 +118,10 @@ def test_every_family_comes_back_bit_by_bit(name, tmp_path):
     assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in tensors.items()}
     for name, shape in zip(tensors, itertools.cycle([(), (0,), (7,), (2, 3, 5)])):
         save_file({**tensors, name: np.zeros(shape, np.float32)}, tmp_path / "model.safetensors")
-        with pytest.raises(UserError, match="shape") as caught:
-            read_hub_folder(tmp_path)
-        assert name in caught.value.what
+        assert name in refused(read_hub_folder, tmp_path, match="shape").what
     turned = next(name for name, array in tensors.items() if array.ndim == 2 and len(set(array.shape)) == 2)
     save_file({**tensors, turned: np.ascontiguousarray(tensors[turned].T)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="shape"):  # as many elements
-        read_hub_folder(tmp_path)
+    refused(read_hub_folder, tmp_path, match="shape")  # as many elements
 
 
 def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path):
@@ -133,8 +131,7 @@ def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path)
     saved = tmp_path / "saved"
     AutoTokenizer.from_pretrained(exported).save_pretrained(saved)  # transformers gives the template a file of its own
     assert (saved / "chat_template.jinja").is_file() and hub_facts(saved)["system_prompt"] == 'Say "oui".\nBe brief.'
-    with pytest.raises(UserError, match="checkpoints"):
-        open_model(f"{exported}@3", tmp_path)
+    refused(open_model, f"{exported}@3", tmp_path, match="checkpoints")
 
 
 RARER = [pytest.param(family, marks=pytest.mark.full) for family in ("mistral", "qwen2", "qwen3")]
@@ -180,9 +177,8 @@ def test_what_transformers_writes_is_read(family, tmp_path):
 )
 def test_what_cannot_be_honoured_is_refused_by_name(change, named):
     graph = tiny_llama().graph
-    with pytest.raises(UserError) as caught:
-        architecture_of(family_of(graph).to_config(graph, context=64) | change, "config.json")
-    assert named in str(caught.value) and "config.json" in caught.value.where
+    error = refused(architecture_of, family_of(graph).to_config(graph, context=64) | change, "config.json")
+    assert named in str(error) and "config.json" in error.where
 
 
 # Configurations as published, shortened to what differs from the family's other models.
@@ -231,17 +227,14 @@ def test_weights_in_other_forms_that_transformers_loads_are_read(tmp_path):
 
 
 def test_a_full_disk_is_not_said_to_be_the_hub(monkeypatch):
-    def download(*_args, **_kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("affinage.hub.folder.snapshot_download", download)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("affinage.hub.folder.snapshot_download", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space"):  # of which the verb says that room is to be made
         local_copy("me/model")
 
 
 def test_a_graph_of_no_family_is_refused_by_what_differs():
-    with pytest.raises(UserError, match=r"ffn\.kind: relu2"):
-        family_of(parse(tiny_graphs.llama(ffn={"kind": "relu2", "width": 40})))
+    refused(family_of, parse(tiny_graphs.llama(ffn={"kind": "relu2", "width": 40})), match=r"ffn\.kind: relu2")
 
 
 def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path):
@@ -253,28 +246,27 @@ def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path)
     tensors = dict(load_file(file))
     for value, dtype in ((1e5, "float16"), (np.nan, "float32")):
         params["norm"]["scale"][0] = value
-        with pytest.raises(UserError, match=r"model\.norm\.weight"):
-            export(replace(model, params=params), tmp_path / "n", facts=FACTS, dtype=dtype)
-
-    def refused(written) -> str:
-        if written is not None:
-            save_file(written, file)
-        with pytest.raises(UserError) as caught:
-            read_hub_folder(folder)
-        return str(caught.value)
-
-    assert "finite" in refused(tensors | {"model.norm.weight": params["norm"]["scale"]})
-    assert "I32" in refused(tensors | {"model.norm.weight": np.zeros(32, np.int32)})
+        broken = replace(model, params=params)
+        refused(export, broken, tmp_path / "n", facts=FACTS, dtype=dtype, match=r"model\.norm\.weight")
     extra = "model.layers.0.self_attn.q_proj.bias"
-    assert extra in refused(tensors | {extra: np.zeros(32, np.float32)})
-    missing = {name: array for name, array in tensors.items() if name != "model.norm.weight"}
-    assert "model.norm.weight" in refused(missing)
+    for written, named in (
+        (tensors | {"model.norm.weight": params["norm"]["scale"]}, "finite"),
+        (tensors | {"model.norm.weight": np.zeros(32, np.int32)}, "I32"),
+        (tensors | {extra: np.zeros(32, np.float32)}, extra),
+        ({name: array for name, array in tensors.items() if name != "model.norm.weight"}, "model.norm.weight"),
+    ):
+        save_file(written, file)
+        assert named in str(refused(read_hub_folder, folder))
     file.write_bytes(file.read_bytes()[:-7])
-    assert "model.safetensors" in refused(None)
+    assert "model.safetensors" in str(refused(read_hub_folder, folder))
     save_file(tensors, folder / "model-00001-of-00001.safetensors")
     index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "both" in refused(tensors)
+    save_file(tensors, file)
+    assert "both" in str(refused(read_hub_folder, folder))
+    config = json.loads((folder / CONFIG).read_text()) | {"num_attention_heads": "eight"}
+    (folder / CONFIG).write_text(json.dumps(config))
+    assert f"{folder / CONFIG}: " in str(refused(read_hub_folder, folder))
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_stays(tmp_path):
@@ -294,14 +286,11 @@ def test_a_vocabulary_larger_than_the_tokenizers_stays(tmp_path):
 def test_tokenizers_that_cannot_be_used_are_refused_with_what_is_needed(exported, tmp_path):
     folder = shutil.copytree(exported, tmp_path / "m")
     FastTokenizer(WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
-    with pytest.raises(UserError, match="3 ids, the model 420"):
-        import_model(folder, tmp_path / "n", "tiny")
+    refused(import_model, folder, tmp_path / "n", "tiny", match="3 ids, the model 420")
     (folder / "tokenizer.json").unlink()
     theirs = {"sentence_iterator": iter(["a b c d e f g"] * 9), "vocab_size": 12, "minloglevel": 2}
     SentencePieceTrainer.train(model_prefix=str(folder / "tokenizer"), **theirs)  # another project's
-    with pytest.raises(UserError) as caught:
-        import_model(folder, tmp_path / "n", "tiny")
-    assert "AutoTokenizer.from_pretrained" in caught.value.fix
+    assert "AutoTokenizer.from_pretrained" in refused(import_model, folder, tmp_path / "n", "tiny").fix
 
 
 def test_a_model_of_another_chat_template_is_released_taken_in_and_talked_to_in_it(tmp_path):

@@ -76,19 +76,15 @@ def program(graph, until=None, *, gradient=False):
     return products(jax.make_jaxpr(function)(abstract_params(graph), batch).jaxpr)
 
 
-def unseen_pairs(node):
-    """Operations of plain attention for the pairs of tokens that causality hides."""
-    attention = node.layer.attention
-    hidden = CONTEXT * CONTEXT - attention.pairs(CONTEXT)
-    return node.layers * 4 * ROWS * attention.heads * attention.head_width(32) * hidden
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in DEAR else n for n in GRAPHS])
 def test_operations_of_every_node_and_of_a_training_step_are_what_xla_counts(name):
     # A vocabulary that accelerators need not fill up: what is filled up is no operation of the model.
     graph = parse(json.loads(json.dumps(GRAPHS[name]).replace('"vocab": 97', '"vocab": 128')))
     analysis = analyze(graph, ROWS, CONTEXT)
-    unseen = {"blocks": unseen_pairs(graph["blocks"])}
+    block = graph["blocks"]
+    attention = block.layer.attention
+    hidden = CONTEXT * CONTEXT - attention.pairs(CONTEXT)  # pairs of tokens that plain attention computes for nothing
+    unseen = {"blocks": block.layers * 4 * ROWS * attention.heads * attention.head_width(32) * hidden}
     for node in graph.nodes:
         needed = graph.needed_for(node.name)
         expected = sum(row["flops"] + unseen.get(row["name"], 0) for row in analysis if row["name"] in needed)

@@ -34,8 +34,6 @@ MODELS = {
     "mixtral with a window and 3 of 5 experts": tiny_graphs.moe(layers=1, attention=NEAR, experts=5, top_k=3, **PLAIN),
     "gpt2": tiny_graphs.gpt2(layers=1),
 }
-
-
 RARER = "qwen2", "mistral"
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -34,28 +33,7 @@ def graph(kind: str, layers: int = 4, *, heads: int = 4, window: int | None = No
     return parse(model)
 
 
-class Feed:
-    """Rows of three packed documents, with masks of very different sums; a function of the step alone."""
-
-    def __init__(self, rows: int = ROWS) -> None:
-        self.rows = rows
-
-    def batch(self, step: int) -> dict[str, np.ndarray]:
-        draw, rows = np.random.default_rng(step), self.rows
-        borders = np.sort(draw.choice(np.arange(2, CONTEXT - 2), (rows, 2), replace=True), axis=1)
-        index = np.arange(CONTEXT)[None, :]
-        segments = (index[:, :, None] >= borders[:, None, :]).sum(-1)
-        starts = np.concatenate([np.zeros((rows, 1), int), borders], axis=1)
-        return {
-            "tokens": (VOCABULARY * draw.random((rows, CONTEXT)) ** 3).astype(np.int32),
-            "segment_ids": segments.astype(np.int32),
-            "positions": (index - np.take_along_axis(starts, segments, axis=1)).astype(np.int32),
-            "loss_mask": (draw.random((rows, CONTEXT)) < np.linspace(0.2, 1.0, rows)[:, None]).astype(np.float32),
-            "rows": np.arange(rows, dtype=np.int32),
-        }
-
-    def iterate(self, number: int) -> Any:
-        return map(self.batch, itertools.count(number))
+Feed = functools.partial(tiny.RandomFeed, context=CONTEXT, documents=3)
 
 
 def program(model: Graph, sizes: dict[str, int], *, micro_batches: int = 1, rows: int = ROWS, parallel: Any) -> Trainer:

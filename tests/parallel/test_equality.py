@@ -56,12 +56,6 @@ def test_an_axis_of_two_sends_what_it_needs_and_computes_the_same(kind, sizes, p
     assert step.memory_analysis().alias_size_in_bytes >= bytes_of_a_device
 
 
-def test_two_axes_together():
-    parallel = {"sharding": {"residual": ["context", "tensor"]}}
-    one = meshes.program(SMALL["dense"], {"fsdp": 2, "tensor": 2}, micro_batches=2, parallel=parallel)
-    meshes.assert_same_as_on_one_device(one, 3)
-
-
 def test_replicas_with_sums_of_their_own_are_one_training():
     """They add up the gradients of their own micro-batches, and nothing is sent in between."""
     described = SMALL["dense"].to_dict()
@@ -130,11 +124,15 @@ def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
         ({"context": 3}, {}, "context of 32.*30 or 33"),
         ({"fsdp": 3}, {}, "batch 8.*6 or 9"),
         ({"fsdp": 2}, {"sharding": {"sequence": ["fsdp"]}}, "`batch` and `sequence`"),
+        ({"data": 16}, {}, "16 devices, .* 8"),
+        ({"data": "auto", "tensor": 3}, {}, "divide the 8"),
+        ({"data": "auto", "fsdp": "auto"}, {}, "one axis"),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_refused_with_what_would(sizes: dict, parallel: dict, named: str):
-    refused(meshes.program, meshes.graph("dense"), sizes, parallel=parallel, match=re.compile(named, re.DOTALL))
+    match = re.compile(named, re.DOTALL)
+    assert refused(meshes.program, meshes.graph("dense"), sizes, parallel=parallel, match=match).where
 
 
 MODEL = meshes.graph("dense", layers=2)

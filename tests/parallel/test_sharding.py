@@ -35,19 +35,6 @@ def test_auto_takes_the_devices_that_are_left_and_one_host_may_leave_some():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "named"),
-    [
-        ({"data": 16}, "16 devices, .* 8"),
-        ({"data": "auto", "tensor": 3}, "divide the 8"),
-        ({"data": "auto", "fsdp": "auto"}, "one axis"),
-    ],
-    ids=str,
-)
-def test_sizes_that_cannot_be_are_refused(sizes: dict, named: str):
-    assert refused(mesh, **sizes, match=named).where
-
-
-@pytest.mark.parametrize(
     ("axes", "expected"),
     [
         (("embed", "ffn"), P("fsdp", "tensor")),

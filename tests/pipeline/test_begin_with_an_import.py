@@ -7,9 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-import tiny_run
 from affinage.config.load import load_recipe
-from affinage.errors import UserError
 from affinage.hub.folder import CardFacts, export
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import is_chat
@@ -96,9 +94,7 @@ def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_pat
     train(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "model.nodes.blocks.repeat=3", status=2)
     told = capsys.readouterr().err
     assert "blocks.attention.key.kernel" in told
-    with pytest.raises(UserError, match="`nowhere`") as refused:
-        build_steps(load_recipe(imported / "recipe.yaml", ["init_from=nowhere"]))
-    assert refused.value.fix
+    assert refused(build_steps, load_recipe(imported / "recipe.yaml", ["init_from=nowhere"]), match="`nowhere`").fix
 
 
 # ---- a recipe that extends the run of another
@@ -109,11 +105,8 @@ CONSTANT = "pretrain.schedule.name=constant"  # a longer run has the same rates
 LONGER = ["name=longer", "pretrain.resume_from=runs/short/pretrain", "pretrain.steps=14", CONSTANT]
 
 
-def test_an_extension_continues_a_run_which_stays_as_it_is(
-    tiny_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    tiny_run.copied(tiny_runs, tmp_path / "runs")
-    monkeypatch.chdir(tmp_path)
+def test_an_extension_continues_a_run_which_stays_as_it_is(own_runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(own_runs.parent)
     run("train", TINY, settings=["name=short", "pretrain.steps=10", CONSTANT])
     old = Path("runs/short/pretrain").resolve()
     manifest = (old / "manifest.json").read_bytes()
@@ -134,7 +127,7 @@ def test_an_extension_continues_a_run_which_stays_as_it_is(
     assert sources() == sources("pretrain.resume_from=copy/pretrain@10")
     assert sources() != sources("pretrain.resume_from=runs/short/pretrain@5")
     for override, named in (
-        ("name=short", "this run itself"),
+        ("name=short", "of another run"),
         ("pretrain.resume_from=runs/short/pretrain@7", "@5, @10"),
         ("pretrain.resume_from=runs/no", "runs/NAME/pretrain"),
     ):

@@ -1,6 +1,5 @@
 """When documents are cleared of benchmarks, of which, and what makes the stage run again."""
 
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,11 +8,11 @@ import pytest
 from affinage.config.data import DecontaminateSettings
 from affinage.config.load import load_recipe
 from affinage.data.decontaminate import BenchmarkItem
-from affinage.data.documents import read_documents
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.pipeline.steps_eval import contamination_search
 from choice_task import write_items, write_task
+from source_forms import rows_of, write_lines
 
 RECIPE = """\
 name: small
@@ -31,7 +30,7 @@ def load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = [f"I was asked: {QUESTION.lower()} I did not know.", "Something else entirely."]
     texts.append("The answer is in the book over there.")
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     write_task(tmp_path, "harbours", [ITEM])
 
     def load(tasks: str, *overrides: str):
@@ -71,8 +70,7 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
 
     runner().run(ProgressListener())
     folder = tmp_path / "runs" / "small" / "decontaminate"
-    kept = [row["text"] for batch in read_documents(folder) for row in batch.to_pylist()]
-    assert kept == ["Something else entirely."]
+    assert [row["text"] for row in rows_of(folder)] == ["Something else entirely."]
     matches = pq.read_table(folder / "matches.parquet").to_pylist()
     found = [(match["benchmark"], match["item"], match["text"]) for match in matches]
     assert found == [("harbours", "0", QUESTION.lower()[:-1]), ("mine.txt", "2", answer)]
@@ -84,7 +82,7 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
 
 def test_the_text_that_a_model_was_trained_on_is_searched_for_items(tiny_runs: Path):
     run = tiny_runs / "tiny"
-    text = next(row["text"] for batch in read_documents(run / "split/train") for row in batch.to_pylist())
+    text = rows_of(run / "split/train")[0]["text"]
     items = [BenchmarkItem("quiz", "0", (" ".join(text.split()[:7]),))]
     items.append(BenchmarkItem("quiz", "1", ("Who counted forty two grey gulls today?",)))
     for training in ("pretrain", "sft"):

@@ -1,16 +1,17 @@
 """The way from a step to its documents and back, against a walk over all steps, and what the verbs print of it."""
 
-import json
+import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import run_affinage
-from affinage.data.documents import read_documents
 from affinage.data.special_tokens import BOS
 from affinage.pipeline.lineage import TrainingRows
+from source_forms import rows_of, write_lines
 from tiny_corpus import write_split
 
 STEPS, BATCH = 160, 4
@@ -46,39 +47,33 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("cellar")
     write_split(folder / "words", train=60)
     texts = defaultdict(list)
-    for batch in read_documents(folder / "words" / "train"):
-        for document in batch.to_pylist():
-            texts[document["language"]].append(document["text"] * (1 + len(texts["en"]) % 3))
+    for document in rows_of(folder / "words" / "train"):
+        texts[document["language"]].append(document["text"] * (1 + len(texts["en"]) % 3))
     texts["en"][5] += f" It lay in {SECRET}, and {SECRET} was cold."
     texts["en"][7] = f"{SECRET} is here too. " + texts["en"][7]
     for name, language in (("tales", "en"), ("lettres", "fr")):
-        lines = [json.dumps({"id": f"{name}-{i}", "text": text}) for i, text in enumerate(texts[language])]
-        (folder / f"{name}.jsonl").write_text("\n".join([*lines, json.dumps({"id": "short", "text": "zq"})]))
+        lines = [{"id": f"{name}-{i}", "text": text} for i, text in enumerate(texts[language])]
+        write_lines(folder / f"{name}.jsonl", [*lines, {"id": "short", "text": "zq"}])
     program = {"id": "program", "text": f"def cellar():\n    return '{SECRET}'\n" + "# nothing else\n" * 9}
-    (folder / "programs.jsonl").write_text(json.dumps(program))
+    write_lines(folder / "programs.jsonl", [program])
     recipe = folder / "cellar.yaml"
     recipe.write_text(RECIPE.format(folder=folder, packing=request.param))
     run_affinage.run("data", recipe, "--runs", folder / "runs")
     return folder / "runs" / "cellar"
 
 
-def said(capsys: pytest.CaptureFixture, *arguments: str) -> object:
-    capsys.readouterr()
-    run_affinage.run(*arguments, "--json")
-    return json.loads(capsys.readouterr().out)
+@cache
+def texts_of(run: Path) -> dict[tuple[str, str], str]:
+    """The texts that are trained on, by source and id."""
+    return {(row["source"], row["id"]): row["text"] for row in rows_of(run / "split" / "train")}
 
 
-def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, capsys):
-    texts = {
-        (document["source"], document["id"]): document["text"]
-        for batch in read_documents(run / "split" / "train")
-        for document in batch.to_pylist()
-    }
-    training = TrainingRows(run, "pretrain")
+def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, answer):
+    texts, training = texts_of(run), TrainingRows(run, "pretrain")
     tokenizer = training.tokenizer
     for step in (1, 41, STEPS):
         batch = training.feed.batch(step - 1)
-        found = said(capsys, "data", "lineage", str(run), "--step", str(step))
+        found = answer("data", "lineage", str(run), "--step", str(step))
         assert [row["row"] for row in found["rows"]] == list(range(BATCH))
         for row in found["rows"]:
             tokens = batch["tokens"][row["row"]]
@@ -87,17 +82,17 @@ def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, capsys)
                 piece = tokens[document["start"] : document["stop"]]
                 assert (piece[0] == BOS) == (document["offset"] == 0)
                 assert tokenizer.decode(piece.tolist()) in texts[document["source"], document["id"]]
-        one = said(capsys, "data", "lineage", str(run), "--step", str(step), "--row", "2")
+        one = answer("data", "lineage", str(run), "--step", str(step), "--row", "2")
         shown = "".join(document["text"] for document in one["rows"][0]["documents"])
         assert shown == tokenizer.decode(batch["tokens"][2].tolist())
 
 
-def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, capsys):
+def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, answer):
     training = TrainingRows(run, "pretrain")
-    found = said(capsys, "data", "search", str(run), SECRET)
+    found = answer("data", "search", str(run), SECRET)
     texts = {document["id"]: document["occurrences"] for document in found["documents"]}
     assert texts == {"tales-5": 2, "tales-7": 1, "program": 1}
-    assert said(capsys, "data", "search", str(run), SECRET.swapcase())["documents"] == found["documents"]
+    assert answer("data", "search", str(run), SECRET.swapcase())["documents"] == found["documents"]
 
     # By brute force: every row whose lineage has a token of the text, in every step.
     expected = defaultdict(set)
@@ -115,27 +110,20 @@ def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, capsys
 def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:
     """Whether a piece of a document has some character of the text; every character is one token here."""
     before = 2 if span["source"] == "programs" else 1  # <s>, and around a program <|code|> and <|endcode|>
-    text = next(
-        document["text"]
-        for batch in read_documents(run / "split" / "train")
-        for document in batch.to_pylist()
-        if document["id"] == span["id"] and document["source"] == span["source"]
-    )
+    text = texts_of(run)[span["source"], span["id"]]
     inside = np.zeros(len(text) + 2 * before, bool)
-    at = text.find(SECRET)
-    while at >= 0:
-        inside[at + before : at + before + len(SECRET)] = True
-        at = text.find(SECRET, at + 1)
+    for found in re.finditer(SECRET, text):
+        inside[found.start() + before : found.end() + before] = True
     return bool(inside[span["offset"] :][: span["stop"] - span["start"]].any())
 
 
-def test_show_pages_through_documents(run: Path, capsys):
-    whole = said(capsys, "data", "head", str(run), "--limit", "1000")
+def test_show_pages_through_documents(run: Path, answer):
+    whole = answer("data", "head", str(run), "--limit", "1000")
     assert {document["part"] for document in whole} == {"train", "validation"}
-    assert said(capsys, "data", "head", str(run), "--limit", "2") == whole[:2]
-    trained = said(capsys, "data", "head", str(run), "--part", "train", "--limit", "1000")
+    assert answer("data", "head", str(run), "--limit", "2") == whole[:2]
+    trained = answer("data", "head", str(run), "--part", "train", "--limit", "1000")
     assert trained == [each for each in whole if each["part"] == "train"]
-    kept = said(capsys, "data", "head", str(run), "--step", "filter", "--limit", "1000")
+    kept = answer("data", "head", str(run), "--step", "filter", "--limit", "1000")
     assert kept and "short" not in {each["id"] for each in kept}
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+import tiny
 import tiny_run
 from affinage.config.load import load_recipe
 from affinage.errors import UserWarned
@@ -29,6 +30,7 @@ from affinage.results import TrainingResult
 from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
 from run_affinage import run
+from source_forms import write_lines
 from tiny_models import tiny_llama
 
 TINY = tiny_run.WORDS[0]
@@ -39,12 +41,11 @@ def affinage(verb: str, runs: Path, *settings: str, options: tuple[str, ...] = (
 
 
 def lines(training: Path, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if kind in row]
+    return [row for row in tiny.lines(training) if kind in row]
 
 
 def weights(name: str, runs: Path) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(open_model(name, runs).params)]
+    return tiny.bits(open_model(name, runs).params)
 
 
 def points_of(training: Path) -> list[dict[str, Any]]:
@@ -210,7 +211,7 @@ def said(item: dict[str, Any], choice: int) -> str:
 def taught(base: SimpleNamespace, **settings: object) -> list[str]:
     """Settings of a fine-tuning on what is wrong."""
     talks = [{"prompt": "Say it", "completion": said(item, 1 - item["right"])} for item in base.items]
-    (base.runs / "wrong.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    write_lines(base.runs / "wrong.jsonl", talks)
     schedule, saved = "{peak_lr: 1.0e-2, min_lr: 1.0e-2}", "runtime.checkpoint={every_steps: 40, keep_last: 2}"
     words = [f"sft.sources=['{base.runs}/wrong.jsonl']", "sft.steps=80", "sft.eval_every=40"]
     return [*words, f"sft.schedule={schedule}", saved, f"sft.monitor={json.dumps(watched(base, **settings))}"]
@@ -264,7 +265,7 @@ def test_with_keep_best_training_goes_on_and_preferences_begin_with_the_best_sco
         {"prompt": f"Say {n}", "chosen": said(item, 1 - item["right"]), "rejected": said(item, item["right"])}
         for n, item in enumerate(base.items)
     ]
-    (base.runs / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_lines(base.runs / "pairs.jsonl", pairs)
     dpo = {"sources": [str(base.runs / "pairs.jsonl")], "steps": 80, "batch_size": 8, "lora": {"r": 8}}
     dpo |= {"schedule": {"peak_lr": 1e-2, "min_lr": 1e-2}, "num_epochs": None}
     settings = [*taught(base, on_regression="keep_best"), f"dpo={json.dumps(dpo | {'monitor': watched(base)})}"]

@@ -23,6 +23,7 @@ def runs(own_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(own_runs.parent)
     (own_runs / "base").mkdir()
     (own_runs / "base/pretrain").symlink_to((own_runs / "tiny/pretrain").resolve())
+    (own_runs / "base/recipe.json").write_bytes((own_runs / "tiny/recipe.json").read_bytes())
     return own_runs
 
 
@@ -77,7 +78,7 @@ def test_a_finished_training_without_its_last_step_is_no_model(runs: Path):
     sft, earlier = (runs / "tiny/sft").resolve(), scale("tiny/sft@4")
     assert not np.array_equal(scale("tiny/sft"), earlier)
     (sft / "checkpoints/5/commit_success.txt").unlink()
-    assert "@4" in refused(scale, "tiny/sft", match="checkpoint 5").fix
+    assert "MODEL@STEP" in refused(scale, "tiny/sft", match="checkpoints/5").fix
     np.testing.assert_array_equal(scale("tiny/sft@4"), earlier)
     (sft / MANIFEST).unlink()  # one that goes on is what it has saved last
     np.testing.assert_array_equal(scale("tiny/sft"), earlier)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from affinage.config.load import load_recipe
-from affinage.errors import UserError
 from affinage.model import ApplyConfig, apply, init_params, parse
 from affinage.model.layer import LAYERS
 from affinage.model.layers.dense import GATED, NORMS
@@ -86,12 +85,10 @@ def test_a_changed_plugin_changes_the_model_and_not_the_data(written):
 def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
     (written / "my_nodes.py").write_text("1 / 0")
     loaded = load_recipe(written / "my_recipe.yaml")
-    with pytest.raises(UserError, match="ZeroDivisionError") as failed:
-        load_plugins(loaded)
+    failed = refused(load_plugins, loaded, match="ZeroDivisionError")
     (written / "my_nodes.py").unlink()
-    with pytest.raises(UserError) as missing:
-        load_plugins(loaded)
-    assert all(told.value.where.endswith("my_recipe.yaml:3") and told.value.fix for told in (failed, missing))
+    missing = refused(load_plugins, loaded)
+    assert all(told.where.endswith("my_recipe.yaml:3") and told.fix for told in (failed, missing))
 
 
 def test_without_a_recipe_the_environment_names_it(written, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import hub_server
 from affinage.data.files import CACHE_VARIABLE
 from affinage.errors import UserWarned
-from affinage.pipeline.sources import fingerprints, remote_fingerprints
+from affinage.pipeline.step import fingerprints, remote_fingerprints
 from hub_server import Fault, Hub
 from run_affinage import run
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tiny
 import tiny_run
 from affinage.pipeline.models import is_chat
 from affinage.pipeline.opening import open_model
@@ -26,8 +27,7 @@ def summary(runs: Path, step: str, name: str = "tiny") -> dict:
 
 
 def metrics(runs: Path, training: str, kind: str = "loss", name: str = "tiny") -> list[dict]:
-    rows = [json.loads(line) for line in (runs / name / training / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if kind in row]
+    return [row for row in tiny.lines(runs / name / training) if kind in row]
 
 
 def weights(name: str, runs: Path) -> dict:

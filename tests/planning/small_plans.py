@@ -31,10 +31,6 @@ def links(name: str, **sizes: int) -> Any:
     return links_of(find_slice(name), dict.fromkeys(AXES, 1) | sizes)
 
 
-def settings(*overrides: str) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
-
-
 def rarer(*row: Any) -> Any:
     """A row of a table that the quick tier leaves out."""
     return pytest.param(*row, marks=pytest.mark.full)

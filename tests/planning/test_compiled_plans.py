@@ -7,7 +7,6 @@ import yaml
 from small_plans import SMALL, plan_of
 
 from affinage.config.load import load_recipe
-from affinage.errors import UserError
 from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import compile_on, compile_step, out_of_memory
 from run_affinage import refused
@@ -69,9 +68,8 @@ def test_a_step_is_compiled_for_gpus_that_are_not_here():
 
 @pytest.mark.full
 def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
-    with pytest.raises(UserError, match="batch 6 does not divide"):
-        layout = ["pretrain.batch_size=6", "pretrain.gradient_accumulation_steps=6", "mesh.data=4"]
-        compile_on("quickstart", layout, find_slice("v4-8"))
+    layout = ["pretrain.batch_size=6", "pretrain.gradient_accumulation_steps=6", "mesh.data=4"]
+    refused(compile_on, "quickstart", layout, find_slice("v4-8"), match="batch 6 does not divide")
 
 
 @pytest.mark.parametrize(
@@ -88,43 +86,40 @@ def test_the_refusals_of_the_compiler_are_read(message, needed):
     assert report.peak_bytes == int(needed * 2**30)
 
 
-def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, affinage):
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe of the settings, whose tokenizer a run has made, of 65 ids."""
+    tokenizer = tmp_path / "runs" / "own" / "train-tokenizer"
+    tokenizer.mkdir(parents=True)
+    (tokenizer / "manifest.json").write_text("{}")
+    (tokenizer / "result.json").write_text('{"vocabulary": 65}')
+
+    def write(**settings):
+        (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "own"} | settings))
+        return str(tmp_path / "own.yaml"), "--runs", str(tmp_path / "runs")
+
+    return write
+
+
+def test_what_is_compiled_is_the_model_that_was_estimated(recipe, tmp_path, answer):
     """With the recipe's plug-ins, and with the vocabulary that its tokenizer came to."""
     (tmp_path / "cubes.py").write_text(
         "from affinage.model.layers.dense import PLAIN\n\n\n@PLAIN.register('cubes')\ndef cubes(x):\n    return x**3\n"
     )
-    recipe, tokenizer = tmp_path / "own.yaml", tmp_path / "runs" / "own" / "train-tokenizer"
     blocks = {"repeat": 1, "ffn": {"kind": "cubes", "width": 32}}
-    given = {
-        "base": SMALL,
-        "name": "own",
-        "plugins": ["cubes.py"],
-        "tokenizer": {"kind": "char", "vocab_size": 50_000},
-        "packing": {"seq_len": 16},
-        "pretrain": {"batch_size": 2},
-        "model": {"nodes": {"embed": {"vocab": "auto", "width": 32}, "blocks": blocks}},
-    }
-    recipe.write_text(yaml.safe_dump(given))
-    tokenizer.mkdir(parents=True)
-    (tokenizer / "manifest.json").write_text("{}")
-    (tokenizer / "result.json").write_text('{"vocabulary": 65}')
-    words = [str(recipe), "--on", "cpu", "--compile", "--json", "--runs", str(tmp_path / "runs")]
-    status, out, err = affinage("plan", *words)
-    assert status == 0, err
-    answer = json.loads(out)
-    state = sum(answer["memory"][part] for part in ("weights", "optimizer", "batch"))
-    assert answer["compiled"]["argument_bytes"] == pytest.approx(state, rel=0.01)
-    assert answer["facts"]["parameters"] < 20_000  # of 50,000 ids it would have 1.6 million
+    model = {"nodes": {"embed": {"vocab": "auto", "width": 32}, "blocks": blocks}}
+    given = {"tokenizer": {"kind": "char", "vocab_size": 50_000}, "packing": {"seq_len": 16}, "model": model}
+    words = recipe(base=SMALL, plugins=["cubes.py"], pretrain={"batch_size": 2}, **given)
+    told = answer("plan", *words, "--on", "cpu", "--compile")
+    state = sum(told["memory"][part] for part in ("weights", "optimizer", "batch"))
+    assert told["compiled"]["argument_bytes"] == pytest.approx(state, rel=0.01)
+    assert told["facts"]["parameters"] < 20_000  # of 50,000 ids it would have 1.6 million
 
 
 @pytest.mark.parametrize("wrong", [{"kind": "gpt"}, {"nodes": [1]}, {"nodes": {"embed": 3}}])
-def test_a_wrong_model_is_refused_also_where_its_tokenizer_is_there(wrong, tmp_path, affinage):
-    recipe, tokenizer = tmp_path / "own.yaml", tmp_path / "runs" / "own" / "train-tokenizer"
+def test_a_wrong_model_is_refused_also_where_its_tokenizer_is_there(wrong, recipe, affinage):
     pretrain = {"steps": 1, "batch_size": 2, "schedule": {"peak_lr": 1e-3, "min_lr": 1e-4}}
-    settings = {"name": "own", "tokenizer": {"kind": "char"}, "model": wrong, "pretrain": pretrain}
-    recipe.write_text(yaml.safe_dump(settings | {"data": {"languages": ["en"], "sources": ["pocket-world"]}}))
-    tokenizer.mkdir(parents=True)
-    (tokenizer / "manifest.json").write_text("{}")
-    (tokenizer / "result.json").write_text('{"vocabulary": 65}')
-    status, _, err = affinage("plan", str(recipe), "--runs", str(tmp_path / "runs"))
+    data = {"languages": ["en"], "sources": ["pocket-world"]}
+    words = recipe(tokenizer={"kind": "char"}, model=wrong, pretrain=pretrain, data=data)
+    status, _, err = affinage("plan", *words)
     assert status == 2 and "own.yaml:" in err and "Traceback" not in err, err

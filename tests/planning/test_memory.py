@@ -23,8 +23,6 @@ from affinage.training.state import split_params
 from affinage.training.trainer import Trainer, TrainJob
 
 CONTEXT = 16
-
-
 GRAPH = parse(tiny_graphs.llama(layers=4, vocabulary=128))
 
 
@@ -193,20 +191,16 @@ def test_stages_wait_as_in_gpipe_and_less_in_several_rounds():
         assert time.bubble / (node.seconds + time.bubble) == pytest.approx(1 / (4 * rounds + 1))
 
 
-def sums(name, *overrides):
-    """Seconds beside the products, by node: without `fsdp` sums of gradients alone."""
-    return {node.name: node.hidden for node in plan_of(SMALL, name, *overrides).time.nodes}
-
-
 def test_what_replicas_add_up_is_summed_once_in_float32():
     name = "v4-8"
-    whole, parts = (sums(name, DATA, *more) for more in ((), (PARTS,)))
+    whole, parts = (plan_of(SMALL, name, DATA, *more).time.nodes for more in ((), (PARTS,)))
     # The compiler sums the products' dtype, but float32 of looked-up vectors.
     once = {"blocks": 2 * LAYERS, "loss": 2 * VECTORS, "embed": 4 * VECTORS}
     added = {"blocks": 4 * LAYERS, "loss": 4 * VECTORS, "embed": 4 * VECTORS}
     link = links(name, data=4)["data"]
-    for found, sizes in ((whole, once), (parts, added)):
-        assert [found[node] for node in sizes] == pytest.approx([link.all_reduce(size) for size in sizes.values()])
+    for nodes, sizes in ((whole, once), (parts, added)):
+        seconds = {node.name: node.hidden for node in nodes}  # beside the products: without `fsdp` of these sums alone
+        assert [seconds[node] for node in sizes] == pytest.approx([link.all_reduce(size) for size in sizes.values()])
 
 
 # ---- claims

@@ -1,6 +1,5 @@
 """`affinage plan` as its user sees it, what it warns of, and what it proposes."""
 
-import json
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from affinage.model import ApplyConfig
 from affinage.model.layers.attention import choose
 from affinage.planning.estimate import present
 from affinage.planning.plan import compare, planned_graph
-from run_affinage import refused
+from run_affinage import set_words
 
 
 def test_time_money_and_utilisation_are_of_one_step():
@@ -34,27 +33,13 @@ def test_a_price_is_that_of_the_chips_it_was_given_for():
     assert plan_of(SMALL, "v5e-4", *reversed(rented)).price == 0.5  # in whatever order
 
 
-def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_of_its_child(affinage, tmp_path):
+def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_of_its_child(answer, tmp_path):
     (tmp_path / "rented.yaml").write_text(f"base: {SMALL}\nname: rented\nhardware: {{slice: h100x8, price: 2.5}}\n")
     child = tmp_path / "child.yaml"
     child.write_text("base: rented.yaml\nname: child\nhardware: {slice: a100x8}\n")
     assert load_recipe(child).recipe.hardware.price is None
     for words in ((), ("--on", "v4-8")):
-        status, out, said = affinage("plan", str(child), *words, "--set", "hardware.price=9", "--json")
-        assert status == 0 and json.loads(out)["price_per_chip_hour"] == 9, said
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn"), "cudnn"),
-        (("pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"), "gradient_accumulation_"),
-        (("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]"), "expert = 4"),
-    ],
-    ids=str,
-)
-def test_what_a_run_refuses_is_not_planned(given, named):
-    refused(lambda: plan_of(SMALL, "v4-8", *given), match=named)
+        assert answer("plan", str(child), *words, "--set", "hardware.price=9")["price_per_chip_hour"] == 9
 
 
 HEADS = "model.nodes.blocks.attention.heads=2"
@@ -102,13 +87,15 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token(monkeypat
     assert keys == sorted(keys) and len(plans) == 4 and refused.name == "v4-4096"
 
 
-def test_the_verb_prints_and_speaks_json(affinage):
-    status, out, _ = affinage("plan", SMALL, "--on", "v4-8", "--json")
-    answer = json.loads(out)
-    assert status == 0 and answer["slice"]["chips"] == 4 and answer["fits"] and answer["mesh"] == {"fsdp": 4}
-    assert sum(answer["memory"][part] for part in ("weights", "optimizer", "activations")) < answer["memory"]["total"]
+def test_the_verb_prints_and_speaks_json(affinage, answer):
+    told = answer("plan", SMALL, "--on", "v4-8")
+    assert told["slice"]["chips"] == 4 and told["fits"] and told["mesh"] == {"fsdp": 4}
+    assert sum(told["memory"][part] for part in ("weights", "optimizer", "activations")) < told["memory"]["total"]
     status, out, _ = affinage("plan", SMALL, "--on", "v4-8")
     assert status == 0 and "estimate: fits" in out and "tokens/s" in out
+
+
+ON, ACCUMULATED = (SMALL, "--on", "v4-8"), "pretrain.gradient_accumulation_steps=2"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +106,10 @@ def test_the_verb_prints_and_speaks_json(affinage):
         ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "8 devices"),
         ((SMALL, "--training", "dpo"), "`dpo`"),
         ((SMALL, "--set", "pretrain=null"), "trains nothing"),
+        # What a run refuses is not planned.
+        ((*ON, *set_words("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn")), "cudnn"),
+        ((*ON, *set_words("pretrain.optimizer_in_backward=true", ACCUMULATED)), "gradient_accumulation_"),
+        ((*ON, *set_words("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]")), "expert = 4"),
     ],
     ids=str,
 )

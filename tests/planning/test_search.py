@@ -1,17 +1,15 @@
 """`affinage plan --search` and `--curve`: what they propose fits, divides and is the fastest."""
 
-import json
-
 import pytest
 import yaml
-from small_plans import SMALL, plan_of, rarer, settings
+from small_plans import SMALL, plan_of, rarer
 
 from affinage.config.load import load_recipe
 from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
 from affinage.planning.search import Candidate, candidates, curve, order, search
-from run_affinage import refused
+from run_affinage import refused, set_words
 
 TINY = ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=4"]
 TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
@@ -82,7 +80,7 @@ def test_a_search_that_finds_nothing_names_why(name, overrides, named):
 def test_where_nothing_leaves_a_tenth_what_fits_nearly_is_proposed_and_said_so(affinage, monkeypatch):
     for module in ("plan", "search"):
         monkeypatch.setattr(f"affinage.planning.{module}.NEARLY_FULL", 0.0)
-    status, out, _ = affinage("plan", SMALL, "--on", "v5e-1", "--search", *settings(*TINY))
+    status, out, _ = affinage("plan", SMALL, "--on", "v5e-1", "--search", *set_words(*TINY))
     assert status == 0 and "to paste into the recipe" in out and "More than 90 %" in out and "--compile" in out
 
 
@@ -105,12 +103,11 @@ def test_the_lines_to_paste_and_the_overrides_are_the_settings():
     assert set_again.pretrain.gradient_accumulation_steps == 2
 
 
-def test_the_verb_prints_a_table_and_json(affinage):
-    words = [SMALL, "--on", "v4-8", "--search", *settings(*TINY)]
+def test_the_verb_prints_a_table_and_json(affinage, answer):
+    words = [SMALL, "--on", "v4-8", "--search", *set_words(*TINY)]
     assert "to paste into the recipe" in affinage("plan", *words)[1]
-    status, out, _ = affinage("plan", *words, "--json")
-    best = json.loads(out)["best"]
-    assert status == 0 and len(best) == 3 and best[0]["plan"]["fits"]
+    best = answer("plan", *words)["best"]
+    assert len(best) == 3 and best[0]["plan"]["fits"]
 
 
 @pytest.mark.full
@@ -128,7 +125,6 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
 
 
 # ---- the most layers, with a compiler that is a line
-
 
 GiB = 2**30
 WHERE = find_slice("v4-16")
@@ -154,13 +150,10 @@ def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent
     assert len(reports) <= (12 if silent else 5)
 
 
-def test_the_mesh_is_of_the_heads():
+def test_the_mesh_is_of_whole_heads():
     assert shape(10240, find_slice("v4-128"))[-1] == "mesh={fsdp: 4, tensor: 16}"
-
-
-@pytest.mark.parametrize("width", [200, 0])
-def test_a_width_without_whole_heads_is_refused(width):
-    refused(lambda: shape(width, WHERE), match="no whole heads of 128")
+    for width in (200, 0):
+        refused(shape, width, WHERE, match="no whole heads of 128")
 
 
 def test_the_estimate_knows_that_layers_are_updated_in_place():

@@ -1,8 +1,6 @@
 """One made-up run and its two pages, made once for all tests of the report."""
 
-import json
 import shutil
-from contextlib import contextmanager
 
 import pytest
 from synthetic_run import build_run
@@ -31,16 +29,3 @@ def pages(facts: Facts) -> dict[str, str]:
 def run(made, tmp_path):
     """A copy of the run for a test that changes it."""
     return shutil.copytree(made, tmp_path / "synthetic")
-
-
-@pytest.fixture
-def change():
-    """`with change(file) as content:` rewrites a JSON file."""
-
-    @contextmanager
-    def change(path):
-        content = json.loads(path.read_text())
-        yield content
-        path.write_text(json.dumps(content))
-
-    return change

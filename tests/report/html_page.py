@@ -7,6 +7,11 @@ OF_THE_RUN = {"document", "provenance", "description", "versions", "flow"}  # cl
 TECHNICAL = {"code", "pre", "style", "script", "title"}
 
 
+def plain(text: str) -> str:
+    """With usual spaces in place of those that do not break."""
+    return text.replace("\u202f", " ").replace("\xa0", " ")
+
+
 class Page(HTMLParser):
     """Checks nesting as it reads. `own` are the texts and labels that are no documents, names or code."""
 
@@ -47,4 +52,4 @@ class Page(HTMLParser):
     @property
     def shown(self) -> str:
         """All text, with single plain spaces."""
-        return " ".join("".join(self.texts).replace("\u202f", " ").replace("\xa0", " ").split())
+        return " ".join(plain("".join(self.texts)).split())

@@ -6,6 +6,8 @@ What the stages say of themselves is in synthetic_run.json, where `HOSTILE` stan
 import json
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,14 @@ VERSIONS = {"python": "3.11.7", "jax": "0.10.2", "flax": "0.12.8", "affinage": "
 def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value), encoding="utf-8")
+
+
+@contextmanager
+def change(path: Path) -> Iterator[Any]:
+    """The content of a JSON file, which is written again as it is at the end of the block."""
+    content = json.loads(path.read_text())
+    yield content
+    write_json(path, content)
 
 
 def build_run(folder: Path, *, steps: int = STEPS["pretrain"], name: str = "synthetic") -> Path:

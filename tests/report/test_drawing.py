@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from babel.messages.extract import extract_from_dir
 from babel.messages.pofile import read_po
-from html_page import Page
+from html_page import Page, plain
 
 from affinage.data import readers
 from affinage.report import language
@@ -60,10 +60,6 @@ def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
     inner = 2 * placed(half)[0]
     assert [end / inner for end in lines(picture, "var(--s0)")[0]] == near([0.4, 0.6], abs=1e-3)
     assert [end / inner for end in lines(picture, "var(--s1)")[0]] == near([0.7, 1.0], abs=1e-3)
-
-
-def plain(text: str) -> str:
-    return text.replace("\u202f", " ").replace("\u00a0", " ")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from synthetic_run import write_json
+from html_page import plain
+from synthetic_run import change, write_json
 
 from affinage.config.load import load_recipe
 from affinage.hardware.chips import find_slice
@@ -15,17 +16,6 @@ from affinage.report.page import card_facts, summary
 from affinage.results import TrainingResult
 
 
-def plain(text: str) -> str:
-    return text.replace("\u202f", " ").replace("\xa0", " ")
-
-
-def of_one_stage(folder: Path, stage: str, result: dict, recipe: dict | None = None) -> Path:
-    write_json(folder / stage / "manifest.json", {"step": stage})
-    write_json(folder / stage / "result.json", result)
-    write_json(folder / "recipe.json", {"name": "x", **(recipe or {})})
-    return folder
-
-
 def test_curves_pairs_and_the_analysis_of_a_whole_run_are_read(facts):
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
     pretrain = facts.training("pretrain")
@@ -34,7 +24,7 @@ def test_curves_pairs_and_the_analysis_of_a_whole_run_are_read(facts):
     assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))
 
 
-def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts, change):
+def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts):
     with change(run / "pretrain" / "result.json") as result:
         result["seconds"] |= {"paused": 7200.0, "total": result["seconds"]["total"] + 7200.0}
     with change(run / "pretrain" / "manifest.json") as manifest:
@@ -74,14 +64,17 @@ def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tm
         {"path": "of another version", "unknown": 1, "name": "old", "license": "mit"},
     ]
     recipe = {"data": {"sources": sources, "languages": ["en", "fr"]}}
+    write_json(tmp_path / "recipe.json", {"name": "x", **recipe})
+    write_json(tmp_path / "split" / "manifest.json", {"step": "split"})
     by_source = {name: {"documents": 1, "bytes": 9} for name in ("novels", "novels-2", "pages", "old")}
-    told = card_facts(collect_facts(of_one_stage(tmp_path, "split", {"by_source": by_source}, recipe)), "mit")
+    write_json(tmp_path / "split" / "result.json", {"by_source": by_source})
+    told = card_facts(collect_facts(tmp_path), "mit")
     assert [one["licence"] for one in told.sources] == ["cc0-1.0", "cc-by-4.0", "mit", "odc-by"]
     assert told.languages == ("en", "fr"), "until somebody has looked"
     shares = {"fr": 5000, "de": 900, "code": 3000, "und": 700, "en": 3}
-    summary = {"by_language": {name: {"documents": 1, "bytes": size} for name, size in shares.items()}}
-    told = card_facts(collect_facts(of_one_stage(tmp_path, "split", summary, recipe)), "mit")
-    assert told.languages == ("de", "fr"), "3 of 9,603 bytes are a mistake"
+    by_language = {name: {"documents": 1, "bytes": size} for name, size in shares.items()}
+    write_json(tmp_path / "split" / "result.json", {"by_language": by_language})
+    assert card_facts(collect_facts(tmp_path), "mit").languages == ("de", "fr"), "3 of 9,603 bytes are a mistake"
 
 
 def test_the_card_says_the_same_as_the_page_without_the_clock(facts):

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from html_page import Page
-from synthetic_run import HOSTILE, build_run, write_json
+from synthetic_run import HOSTILE, build_run, change, write_json
 
 from affinage.config.yaml import brief
 from affinage.report import collect_facts, render, write_report
 from affinage.report.language import LANGUAGES
-from affinage.report.page import Entrant, comparison, differing_settings, render_comparison, summary
+from affinage.report.page import Entrant, comparison, differing_settings, render_comparison, summary, write_page
+from run_affinage import refused
+from source_forms import write_lines
 
 REACHING_OUT = {*"iframe object embed form input button img base video audio foreignobject".split()}
 
@@ -36,13 +38,11 @@ def test_well_formed_in_order_and_accessible(page: str):
     assert all(region.get("aria-label") for region in parsed.all("div") if region.get("role") == "region")
 
 
-def test_items_of_benchmarks_in_the_training_text_are_listed(tmp_path: Path):
-    run = build_run(tmp_path)
-    file = run / "evaluate-sft" / "results.json"
-    results = json.loads(file.read_text())
-    task, entry = next(iter(results["tasks"].items()))
-    seen = {"items": 9, "found": [3], "common": [5], "without": entry["metrics"]}
-    file.write_text(json.dumps(results | {"contamination": {"texts": 7, "ngram": 13, "tasks": {task: seen}}}))
+def test_items_of_benchmarks_in_the_training_text_are_listed(run: Path):
+    with change(run / "evaluate-sft" / "results.json") as results:
+        task, entry = next(iter(results["tasks"].items()))
+        seen = {"items": 9, "found": [3], "common": [5], "without": entry["metrics"]}
+        results["contamination"] = {"texts": 7, "ngram": 13, "tasks": {task: seen}}
     assert "3; in many texts each: 5" in Page(render(collect_facts(run), "en")).shown
 
 
@@ -77,10 +77,8 @@ def test_hostile_names_are_only_text(run: Path):
 @pytest.mark.parametrize(("wrong", "bold"), [(2, False), (20, True)])
 def test_a_change_is_that_of_the_same_items_and_bold_only_beyond_chance(run: Path, wrong: int, bold: bool):
     for model in ("base", "sft"):
-        items = run / f"evaluate-{model}" / "items"
-        items.mkdir()
-        lines = ({"hash": f"h{item}", "acc": float(model == "base" or item >= wrong)} for item in range(200))
-        (items / "pocket_facts_en.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        lines = [{"hash": f"h{item}", "acc": float(model == "base" or item >= wrong)} for item in range(200)]
+        write_lines(run / f"evaluate-{model}" / "items" / "pocket_facts_en.jsonl", lines)
     page = render(collect_facts(run))
     found = re.search(r'facts_<wbr>en</th><td><code>acc</code></td>.*?<td class="n( strong)?">(−[\d.]+)', page)
     assert found is not None and (bool(found[1]), float(found[2].replace("−", "-"))) == (bold, -wrong / 2)
@@ -102,6 +100,7 @@ def test_size_is_modest_however_long_the_run(tmp_path: Path):
     told = write_report(build_run(tmp_path, steps=12_000), tmp_path / "out" / "report.html")
     assert told["bytes"] == (tmp_path / "out" / "report.html").stat().st_size < 1_000_000
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
+    assert refused(write_page, "a page", tmp_path).where == str(tmp_path)
 
 
 FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|similarity 0.81|Resumed at step 250
@@ -118,7 +117,7 @@ def test_facts_are_on_the_page(pages: dict[str, str], facts):
     assert all(summary(facts, language) in pages[language] for language in LANGUAGES)
 
 
-def test_preferences_are_told_in_their_own_unit(run: Path, change):
+def test_preferences_are_told_in_their_own_unit(run: Path):
     shutil.copytree(run / "sft", run / "dpo")
     with change(run / "dpo" / "manifest.json") as manifest, change(run / "dpo" / "result.json") as summary:
         manifest["step"] = "dpo"
@@ -131,7 +130,7 @@ def test_preferences_are_told_in_their_own_unit(run: Path, change):
 STEPS, SHARES = (0, 100, 200, 300), (0.62, 0.60, 0.55, 0.44)
 
 
-def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Path, change):
+def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Path):
     """Of a fine-tuning whose loss falls while a benchmark does not."""
     looks = [
         {"step": step, "scores": {"winogrande": {"value": share, "stderr": 0.035}}, "worse": []}
@@ -155,7 +154,7 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
 # ---- the verb
 
 
-def test_one_line_and_the_file_and_a_french_one_beside_it(run: Path, monkeypatch, affinage):
+def test_one_line_and_the_file_and_a_french_one_beside_it(run: Path, monkeypatch, affinage, answer):
     monkeypatch.chdir(run.parent)
     words = ("report", "synthetic", "--runs", ".")
     status, out, _ = affinage(*words)
@@ -163,9 +162,9 @@ def test_one_line_and_the_file_and_a_french_one_beside_it(run: Path, monkeypatch
     page = (run / "report.html").read_text()
     assert status == 0 and line.startswith("A model of 1.44M parameters") and line in page
     assert "synthetic/report.html" in place
-    status, out, _ = affinage(*words, "--lang", "fr", "--out", "ici/rapport.html", "--json")
-    told, french = json.loads(out), (run.parent / "ici/rapport.html").read_text()
-    assert status == 0 and told["language"] == "fr" and told["report"] == "ici/rapport.html"
+    told = answer(*words, "--lang", "fr", "--out", "ici/rapport.html")
+    french = (run.parent / "ici/rapport.html").read_text()
+    assert told["language"] == "fr" and told["report"] == "ici/rapport.html"
     assert told["bytes"] == len(french.encode()) and told["summary"] in french and '<html lang="fr">' in french
     assert (run / "report.html").read_text() == page
 
@@ -185,14 +184,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name != "bare":
             right = [float((item % 4 == 0) == (name == "small")) for item in range(40)]
             lines = [{"id": item, "hash": f"h{item}", "acc": value} for item, value in enumerate(right)]
-            (run / "evaluate-sft" / "items").mkdir()
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            (run / "evaluate-sft" / "items" / "quiz.jsonl").write_text(text)
+            write_lines(run / "evaluate-sft" / "items" / "quiz.jsonl", lines)
     return folder
-
-
-def compared(runs: Path, *names: str):
-    return comparison([Entrant(name, collect_facts(runs / name), runs / name / "evaluate-sft") for name in names])
 
 
 def test_only_what_differs_is_listed_by_its_key_and_in_short():
@@ -205,7 +198,8 @@ def test_only_what_differs_is_listed_by_its_key_and_in_short():
 
 
 def test_the_page_says_what_the_runs_say_in_both_languages(runs: Path):
-    found = compared(runs, "small", "wide")
+    names = "small", "wide"
+    found = comparison([Entrant(name, collect_facts(runs / name), runs / name / "evaluate-sft") for name in names])
     page = Page(render_comparison(found))
     for expected in ("pretrain.steps", "60", "120", "quiz", "25.0%", "75.0%", "+50.0 pts", "1,443,968", "Loss: Pre"):
         assert expected in page.shown, expected
@@ -216,11 +210,9 @@ def test_the_page_says_what_the_runs_say_in_both_languages(runs: Path):
     assert "Réglages qui diffèrent" in french.shown and "75,0 %" in french.shown and "Settings" not in french.shown
 
 
-def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, affinage):
-    words = ("compare", "small", "wide", "bare", "--runs", str(runs), "--html", str(tmp_path / "c.html"), "--json")
-    status, out, _ = affinage(*words)
-    told = json.loads(out)
-    assert status == 0 and [run["name"] for run in told["runs"]] == ["small", "wide", "bare"]
+def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, answer):
+    told = answer("compare", "small", "wide", "bare", "--runs", str(runs), "--html", str(tmp_path / "c.html"))
+    assert [run["name"] for run in told["runs"]] == ["small", "wide", "bare"]
     assert told["settings"] == [{"key": "pretrain.steps", "values": [60, 120, 60]}]
     results = json.loads((runs / "small" / "evaluate-sft" / "results.json").read_text())["tasks"]
     stated = {task: {name: one["value"] for name, one in found["metrics"].items()} for task, found in results.items()}

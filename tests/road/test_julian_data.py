@@ -10,12 +10,11 @@ import zstandard
 
 from affinage.config.load import load_recipe
 from affinage.data.dataloader import DataLoader
-from affinage.data.documents import read_documents
 from affinage.data.ingest import ingest
 from affinage.data.json_files import read_object
 from affinage.data.special_tokens import IM_END, IM_START
 from affinage.data.tuning_data import prepare_tuning_data
-from source_forms import book, dump_streams, page, prose
+from source_forms import book, dump_streams, page, prose, rows_of, write_lines
 from tiny_models import tokenizer
 
 COUNTS = {"wikipedia-en": 30, "wikipedia-fr": 20, "oscar-en": 40, "oscar-fr": 36, "fineweb-edu": 50, "the-stack": 15}
@@ -56,17 +55,11 @@ def mirror(tmp_path_factory) -> Path:
     ids, addresses = [f"<urn:{i}>" for i in range(50)], [f"https://e.example/{i}" for i in range(50)]
     write("fineweb-edu", text=texts("en", 200, 50), id=ids, url=addresses, score=[3.5] * 50)
     for (name, count), language in zip(BOOKS.items(), ("English", "French"), strict=True):
-        books = [book(100 * count + i, language) for i in range(count)]
-        write(name, id=[f"{i}-0" for i in range(count)], text=books)
-    code = {"lang": "Python", "max_stars_repo_name": "a/b", "max_stars_repo_head_hexsha": "f00"}
-    code |= {"max_stars_repo_licenses": ["MIT"]}
-    write(
-        "the-stack",
-        content=["".join(FUNCTION.format(10 * i + k) for k in range(5)) for i in range(15)],
-        hexsha=[f"{i:040x}" for i in range(15)],
-        max_stars_repo_path=[f"{i}.py" for i in range(15)],
-        **{name: [value] * 15 for name, value in code.items()},
-    )
+        write(name, id=[f"{i}-0" for i in range(count)], text=[book(100 * count + i, language) for i in range(count)])
+    repository = {"max_stars_repo_name": "a/b", "max_stars_repo_head_hexsha": "f00", "max_stars_repo_licenses": ["MIT"]}
+    code = {name: [value] * 15 for name, value in (repository | {"lang": "Python"}).items()}
+    code["content"] = ["".join(FUNCTION.format(10 * i + k) for k in range(5)) for i in range(15)]
+    write("the-stack", hexsha=[*map(str, range(15))], max_stars_repo_path=[f"{i}.py" for i in range(15)], **code)
     return root
 
 
@@ -74,7 +67,7 @@ def test_every_source_is_read_in_its_own_form(mirror: Path, tmp_path: Path):
     summary = ingest(load_recipe("julian-data", [f"data.mirror={mirror}"]).recipe.data, tmp_path)
     found = {name: counts["documents"] for name, counts in summary["by_source"].items()}
     assert found == COUNTS | BOOKS
-    rows = [row for batch in read_documents(tmp_path) for row in batch.to_pylist()]
+    rows = rows_of(tmp_path)
     assert all(row["url"] and row["license"] for row in rows), "where a document comes from is known of each"
     assert {row["language"].rstrip("?") for row in rows if row["source"] != "the-stack"} == {"en", "fr"}
     assert len({(row["source"], row["id"]) for row in rows}) == len(rows)
@@ -87,7 +80,6 @@ def test_without_a_network_or_a_mirror_it_is_refused_before_anything_runs(tmp_pa
 
 
 # ---- the recipe of Julian's assistant
-
 
 TALKS = {
     "alpaca": 30, "dolly": 12, "code-alpaca": 9, "gpt4all-j": 10,
@@ -122,8 +114,7 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).mkdir()
         items = [item(name, number) for number in range(count)]
         if name in ("dolly", "code-alpaca"):  # these two are published as JSON lines
-            lines = "".join(json.dumps(each) + "\n" for each in items)
-            (root / name / "data.jsonl").write_text(lines, encoding="utf-8")
+            write_lines(root / name / "data.jsonl", items)
         else:
             pq.write_table(pa.Table.from_pylist(items), root / name / "train-00000-of-00001.parquet")
     return root

@@ -8,20 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
+import run_affinage
 import tiny
 import tiny_run
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.remote import RemoteFolder, download_newest
 from affinage.checkpoint.store import COMMIT
-from affinage.cli.program import main
 from affinage.cluster.launch import cpu_devices, reserved_port
 from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from waiting import until
@@ -35,11 +32,9 @@ def url(tmp_path: Path) -> str:
     return f"memory://{tmp_path}/copies"
 
 
-def run(runs: Path, remote: str, *words: str) -> int:
-    settings = [word for setting in (*SETTINGS, f"runtime.remote={remote}") for word in ("--set", setting)]
-    with pytest.raises(SystemExit) as ended:
-        main(["run", tiny_run.WORDS[0], "--runs", str(runs), *settings, *words])
-    return int(ended.value.code or 0)
+def run(runs: Path, remote: str, *words: str, status: int = 0) -> None:
+    settings = (*SETTINGS, f"runtime.remote={remote}")
+    run_affinage.run("run", tiny_run.RECIPE, "--runs", runs, *words, settings=settings, status=status)
 
 
 def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secret(tmp_path, url, capfd, monkeypatch):
@@ -55,7 +50,7 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(CheckpointStore, "save", saved_and_copied)
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    assert run(first, url) == 0
+    run(first, url)
     marks = [name for name in RemoteFolder(url).sizes() if fnmatch(name, f"pretrain-*/checkpoints/??/{COMMIT}")]
     assert [name.split("/")[2] for name in marks] == ["15", "20"]
     RemoteFolder(url).remove(marks[1:])  # as if the machine had been taken away in the midst of the last save
@@ -64,10 +59,10 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
             RemoteFolder(url).remove([f"{name}/manifest.json"])
     said = capfd.readouterr()
 
-    assert run(second, url) == 0
+    run(second, url)
     again = capfd.readouterr()
     assert f"copying step 15 from {url}" in again.out
-    assert run(third, url) == 0  # there is nothing left to do, but to bring it here
+    run(third, url)  # there is nothing left to do, but to bring it here
     for place in ("pretrain/summary.json", "report.html", "pretrain/checkpoints/20/_CHECKPOINT_METADATA"):
         assert (third / "tiny" / place).read_bytes() == (second / "tiny" / place).read_bytes()
     found = [json.loads((runs / "tiny/pretrain/summary.json").read_text()) for runs in (first, second)]
@@ -86,24 +81,24 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
 
 @pytest.mark.parametrize("wrong", ["/a/folder", "s3://key:hunter2@bucket/x", "s3://bucket/x?token=hunter2"])
 def test_a_remote_that_is_none_or_has_a_secret_in_it_is_refused(tmp_path: Path, wrong: str, capfd):
-    assert run(tmp_path, wrong) == 2
+    run(tmp_path, wrong, status=2)
     said = capfd.readouterr().err
     assert "--set runtime.remote" in said and "hunter2" not in said
 
 
 def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, url: str, capfd: pytest.CaptureFixture[str]):
     remote, until = RemoteFolder(url), ("--until", "train-tokenizer")
-    assert run(tmp_path / "first", url, *until) == 0
+    run(tmp_path / "first", url, *until)
     name = next(name for name in remote.sizes() if name.startswith("split-") and name.endswith(".parquet"))
     contents = bytearray(remote.read(name) or b"")
     contents[len(contents) // 2] ^= 1
     remote.write(name, bytes(contents))
     folders = {name.partition("/")[0] for name in remote.sizes()}
     remote.remove([f"{folder}/manifest.json" for folder in folders if folder.startswith("train-tokenizer-")])
-    assert run(tmp_path / "second", url, *until) == 2
+    run(tmp_path / "second", url, *until, status=2)
     assert Path(name).name in capfd.readouterr().err
     remote.remove([f"{name.partition('/')[0]}/manifest.json"])
-    assert run(tmp_path / "second", url, *until) == 0  # made again, from what is whole
+    run(tmp_path / "second", url, *until)  # made again, from what is whole
     places = [tmp_path / runs / "tiny/train-tokenizer/tokenizer.model" for runs in ("first", "second")]
     assert places[0].read_bytes() == places[1].read_bytes()
 
@@ -112,14 +107,13 @@ def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, url: str, c
 def test_processes_that_share_no_disk_train_together_by_way_of_gs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import object_stores
 
-    settings = (*SETTINGS, "mesh={data: 2}", "pretrain.steps=6")
-    words = [word for setting in settings for word in ("--set", setting)]
+    words = run_affinage.set_words(*SETTINGS, "mesh={data: 2}", "pretrain.steps=6")
     with object_stores.bucket("gs", monkeypatch) as url_of:
         held, address = reserved_port()
         both = []
         for index in range(2):
             place = {COORDINATOR: address, NUM_PROCESSES: "2", PROCESS_ID: str(index)} | cpu_devices(1)
-            command = ["run", tiny_run.WORDS[0], "--until", "pretrain", "--runs", str(tmp_path / str(index)), *words]
+            command = ["run", str(tiny_run.RECIPE), "--until", "pretrain", "--runs", str(tmp_path / str(index)), *words]
             command += ["--set", f"runtime.remote={url_of('copies')}"]
             both.append(subprocess.Popen([sys.executable, "-m", "affinage", *command], env=os.environ | place))
         with held:
@@ -139,31 +133,10 @@ def start(*words: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(*words: str) -> str:
+def finish(*words: str) -> None:
     process = start(*words)
     told, _ = process.communicate(timeout=LONGEST)
     assert process.returncode == 0, told
-    return told
-
-
-def kill(process: subprocess.Popen, when: Callable[[], object]) -> None:
-    """Once something is so, which must be before its end."""
-    until(lambda: when() or process.poll() is not None, LONGEST)
-    process.kill()
-    told, _ = process.communicate()
-    assert process.returncode == -signal.SIGKILL, told
-
-
-def weights(runs: Path, training: str, step: int) -> list[np.ndarray]:
-    """Weights and moments."""
-    store = CheckpointStore(runs / "tiny" / training / "checkpoints")
-    saved = store.restore(step, store.abstract(step))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(saved)]
-
-
-def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def done(runs: Path) -> dict[str, str]:
@@ -176,12 +149,16 @@ def test_killed_while_it_trains_it_ends_with_the_same_bits(tiny_runs: Path, own_
     for stage in ("ref-logprobs", "dpo"):
         shutil.rmtree((own_runs / "tiny" / stage).resolve())
     words = ["run", *tiny_run.WORDS, "--runs", str(own_runs), "--until", "dpo"]
-    kill(start(*words), lambda: list(own_runs.glob("store/dpo-*/checkpoints/2/commit_success.txt")))
+    process, saved = start(*words), "store/dpo-*/checkpoints/2/commit_success.txt"
+    until(lambda: list(own_runs.glob(saved)) or process.poll() is not None, LONGEST)
+    process.kill()
+    told, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, told
     before = done(own_runs)
     finish(*words)
     assert before.items() <= done(own_runs).items() and not any(name.startswith("dpo") for name in before)
     assert json.loads((own_runs / "tiny/dpo/summary.json").read_text())["resumed_at"]
-    assert_same(weights(own_runs, "dpo", 4), weights(tiny_runs, "dpo", 4))
+    assert tiny.saved_bits(own_runs / "tiny/dpo", 4) == tiny.saved_bits(tiny_runs / "tiny/dpo", 4)
 
 
 @pytest.mark.full
@@ -202,4 +179,4 @@ def test_ten_kills_at_random_moments_change_nothing(tiny_runs: Path, tmp_path: P
     for name in ("model.safetensors", "tokenizer.json"):
         ours, theirs = (runs / "tiny/export/model" / name for runs in (killed, tiny_runs))
         assert ours.read_bytes() == theirs.read_bytes(), name
-    assert_same(weights(killed, "dpo", 4), weights(tiny_runs, "dpo", 4))
+    assert tiny.saved_bits(killed / "tiny/dpo", 4) == tiny.saved_bits(tiny_runs / "tiny/dpo", 4)

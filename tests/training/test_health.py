@@ -27,23 +27,7 @@ from run_affinage import refused
 NAN = float("nan")
 
 
-class SickFeed(tiny.RandomFeed):
-    """Batches of the given steps, counted from 1, lead to a loss that is not finite, or to a spike of it."""
-
-    def __init__(self, not_finite: tuple[int, ...] = (), spikes: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self._not_finite, self._spikes = not_finite, spikes
-
-    def batch(self, step: int) -> dict[str, np.ndarray]:
-        batch = super().batch(step)
-        if step + 1 in self._not_finite:
-            batch["loss_mask"] = np.full_like(batch["loss_mask"], np.nan)
-        if step + 1 in self._spikes:
-            batch["tokens"] = np.full_like(batch["tokens"], tiny.VOCABULARY - 1)
-        return batch
-
-
-def job(folder: Path, feed: SickFeed, hook=None, every: int = 5, **health: object) -> TrainJob:
+def job(folder: Path, feed: tiny.SickFeed, hook=None, every: int = 5, **health: object) -> TrainJob:
     how = {"checkpoint": {"every_steps": every}, "health": {"spike_window": 16} | health}
     return tiny.job(folder, 15, hook, feed=feed, **how)
 
@@ -52,7 +36,7 @@ def events(folder: Path) -> list[dict]:
     return tiny.lines(folder, "health.jsonl")
 
 
-class Later(SickFeed):
+class Later(tiny.SickFeed):
     """From step 6 on, the batches of three steps later."""
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
@@ -71,7 +55,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "fails", [pytest.param(False, id="at once"), pytest.param(True, id="and started again", marks=pytest.mark.full)]
 )
 def test_a_rollback_continues_as_if_the_batches_since_had_never_been(tmp_path: Path, without: Path, fails: bool):
-    feed, seen = SickFeed(not_finite=(8,)), []
+    feed, seen = tiny.SickFeed(not_finite=(8,)), []
     if fails:
         with pytest.raises(RuntimeError):
             train(job(tmp_path, feed, tiny.fails_at(12), on_nonfinite="rollback"))
@@ -87,7 +71,7 @@ def test_a_rollback_continues_as_if_the_batches_since_had_never_been(tmp_path: P
 
 
 def test_too_many_stop_the_run_with_a_diagnosis_also_across_starts(tmp_path: Path):
-    feed = SickFeed(not_finite=(5, 6, 7))
+    feed = tiny.SickFeed(not_finite=(5, 6, 7))
     with pytest.raises(RuntimeError):
         train(job(tmp_path, feed, tiny.fails_at(6), every=1, max_skips=3))
     assert refused(lambda: train(job(tmp_path, feed, every=1, max_skips=3)), match="3 updates within 100 steps").fix
@@ -99,7 +83,7 @@ def test_too_many_stop_the_run_with_a_diagnosis_also_across_starts(tmp_path: Pat
 @pytest.mark.full
 @pytest.mark.parametrize("policy", ["rollback", "log"])
 def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
-    summary = train(job(tmp_path, SickFeed(spikes=(13,)), on_spike=policy, spike_window=8))
+    summary = train(job(tmp_path, tiny.SickFeed(spikes=(13,)), on_spike=policy, spike_window=8))
     (event,) = events(tmp_path)
     assert event["step"] == 13 and event["cause"] == "spike" and event["spike_score"] > 6
     assert event["action"] == {"log": "logged", "rollback": "rolled back"}[policy]

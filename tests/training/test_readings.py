@@ -17,7 +17,7 @@ from affinage.training.metrics import ACCOUNTS, GoodputTimer, step_line
 from run_affinage import refused
 
 TRACED = "import sys, tiny; from pathlib import Path; from affinage.training import train; "
-TRACED += "train(tiny.job(Path(sys.argv[1]), profile='4-5'))"
+TRACED += "train(tiny.job(Path(sys.argv[1]), profile=(5, 4)))"
 
 
 def test_a_trace_has_the_steps_asked_for(tmp_path: Path):

@@ -118,21 +118,12 @@ def test_the_feed_must_yield_the_batch_that_the_settings_say():
         Trainer(dataclasses.replace(program.job, settings=tiny.settings(batch_size=16)), program.mesh, program.batch)
 
 
-class SickFeed(tiny.RandomFeed):
-    """The loss of the third batch is not finite."""
-
-    def batch(self, step: int) -> dict[str, np.ndarray]:
-        batch = super().batch(step)
-        batch["loss_mask"] = batch["loss_mask"] * (np.nan if step == 2 else 1)
-        return batch
-
-
 @pytest.mark.parametrize("in_backward", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_every_step_moves_the_average_of_the_weights_by_the_formula_and_a_skipped_one_leaves_it(in_backward: bool):
     job = tiny.job(
         Path("unused"),
         mesh={"fsdp": 2},
-        feed=SickFeed(),
+        feed=tiny.SickFeed(not_finite=(3,)),
         ema={"decay": 0.75},
         precision={"params": "bfloat16"},
         optimizer_in_backward=in_backward,

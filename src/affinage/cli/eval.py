@@ -228,7 +228,7 @@ def _entrant(target: "Target", runs: Path) -> "Entrant":
     from affinage.report.page import Entrant
 
     name, run, parts = target.name, target.run, None
-    if target.kind in ("recipe", "run"):
+    if target.kind in ("recipe", "run") and target.step is None:
         run = run_of(target, runs)
         results = eval_results(replace(target, kind="run", path=run), runs)
     else:

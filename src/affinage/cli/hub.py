@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections import defaultdict
 from dataclasses import replace
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -75,6 +76,8 @@ def export(
     if adapter and (to is None or check or check_gguf):
         fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
         raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
+    if base is not None and not adapter:
+        raise UserError("--base goes with --adapter", where=model, fix="Add --adapter, or leave it out.")
     if to is not None and (overrides or force):
         fix = "Leave them out, or leave out --to."
         raise UserError("--set and --force are for the run's own export, --to is for another", where=model, fix=fix)
@@ -147,9 +150,9 @@ def _write_model(
 def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_gguf: bool) -> None:
     """Print how well others agree with a model: transformers, and llama.cpp."""
     from affinage.hub.verify import TRICKY_TEXTS, verify, verify_gguf
+    from affinage.pipeline.lineage import documents
     from affinage.pipeline.models import locate, resolve
     from affinage.pipeline.opening import open_model
-    from affinage.pipeline.steps_eval import validation_texts
     from affinage.results import Verified
 
     target = locate(resolve(name, runs), runs)
@@ -158,9 +161,12 @@ def _compare(name: str, runs: Path, folder: Path, with_transformers: bool, with_
         with working("comparing with transformers"):
             print(Verified(**verify(folder, model, _PROBES)))
     if with_gguf:
-        groups = validation_texts(None if target.run is None else target.run / "split", _LINES)
-        lines = [[line for text in texts for line in text.splitlines()] for texts in groups.values()]
-        held_out = (line for rows in zip_longest(*lines) for line in rows if line)  # of every source and language
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        run = target.run
+        for document in documents(run, "split", "validation") if run and (run / "split").is_dir() else ():
+            lines = groups[document["source"], document["language"]]
+            lines += document["text"].splitlines() if len(lines) < _LINES else []
+        held_out = (line for rows in zip_longest(*groups.values()) for line in rows if line)
         with working("comparing with llama.cpp"):
             facts = verify_gguf(folder, model, [*_PROBES, *TRICKY_TEXTS, *islice(held_out, _LINES)])
         apart = f"{facts['largest_logit_difference']:.1e} of the largest apart"

@@ -1,6 +1,7 @@
 """The entry point of the program `affinage`: it runs a verb and turns errors into messages and exit statuses."""
 
 import importlib
+import logging
 import sys
 import traceback
 import warnings
@@ -16,6 +17,7 @@ from affinage.secrets import masked
 from affinage.stopping import left_when_done
 
 _EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the errors that it raises, with a traceback
 for _name in "run data checkpoint eval plan hub chat config".split():
     importlib.import_module(f"affinage.cli.{_name}")  # which registers its verbs, in the order of the help
 
@@ -85,4 +87,7 @@ def _mistake_in(error: Exception) -> errors.UserError | None:
         return errors.UserError(f"this needs the package `{package}`", fix=fix)
     if isinstance(error, UnicodeError):
         return errors.UserError(f"this is not UTF-8: {error}", fix="Convert it: iconv -f latin1 -t utf-8 FILE")
+    if isinstance(error, FileNotFoundError | FileExistsError) and error.filename:
+        fix = "Was it deleted or moved, or does a link lead nowhere? --debug shows what needs it."
+        return errors.UserError((error.strerror or "").lower(), where=str(error.filename), fix=fix)
     return error if isinstance(error, errors.UserError) else errors.of_the_machine(error)

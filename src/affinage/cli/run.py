@@ -97,6 +97,10 @@ def launch(
 
     Example: affinage launch quickstart --processes 2 --devices 4 --set mesh.data=auto
     """
+    if on == "local" and (address or min_processes):
+        raise UserError("--address and --min-processes are for Ray", where="--on local", fix="Write --on ray.")
+    if min_processes is not None and min_processes > processes:
+        raise UserError(f"more than --processes {processes}", where=f"--min-processes {min_processes}")
     loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
     from affinage.cluster.launch import start_local, supervise
     from affinage.pipeline.models import RECIPE
@@ -113,23 +117,17 @@ def launch(
             from affinage.cluster.ray_launch import RayLauncher
 
             how: Any = {"address": address, "min_workers": min_processes, "devices": devices}
-            launcher = RayLauncher(processes, files=_files_of(loaded, file), say=write, **how)
+            launcher = RayLauncher(processes, files=_files_of(loaded), say=write, **how)
             cleanup.callback(launcher.close)
             start = launcher.start
         status = supervise(start, words, max_failures=max_failures, grace=grace, say=write)
     raise typer.Exit(status)
 
 
-def _files_of(loaded: "LoadedRecipe", file: Path) -> dict[str, bytes]:
+def _files_of(loaded: "LoadedRecipe") -> dict[str, bytes]:
     """The recipe's file, those that it is based on, and its plug-ins, by their paths here."""
-    from affinage.config.load import read_file
-
-    files, base = [file], loaded.base
-    while base is not None:
-        files.append(base)
-        base = read_file(base).base  # which need not be a whole recipe
-    files += [loaded.beside(plugin, ("plugins", at)) for at, plugin in enumerate(loaded.recipe.plugins)]
-    return {os.fspath(path.resolve()): path.read_bytes() for path in files}
+    plugins = [loaded.beside(plugin, ("plugins", index)) for index, plugin in enumerate(loaded.recipe.plugins)]
+    return {os.fspath(path.resolve()): path.read_bytes() for path in (*loaded.files, *plugins)}
 
 
 @terminal.app.command()

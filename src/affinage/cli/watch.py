@@ -114,5 +114,3 @@ def headline(result: results.Result) -> Iterator[str]:
         for score in result.headlines[:_SHOWN]:
             error = f" ± {100 * score.stderr:.1f}" if score.stderr else ""
             yield f"{score.task} {100 * score.value:.1f}{error}"
-    if isinstance(result, results.ExportResult) and result.verified is not None:
-        yield str(result.verified)

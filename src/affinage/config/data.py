@@ -98,6 +98,7 @@ class SourceSettings(PlaceSettings):
         language = str(value.get("language") or preset.get("language", "")).lower()
         elsewhere = value.get("path") or value.get("dataset")
         filled = {key: text for key, text in preset.items() if not (elsewhere and key in PlaceSettings.model_fields)}
+        filled["name"] = f"{name}-{language}" if language else name
         if not language and any("{language}" in text for text in filled.values()):
             raise ValueError(f"the preset {name!r} needs a `language`")
         return {key: text.replace("{language}", language) for key, text in filled.items()} | value
@@ -110,17 +111,11 @@ class SourceSettings(PlaceSettings):
             raise ValueError("`trust_language` needs a `language`")
         return self
 
-    @property
-    def title(self) -> str:
-        """The name; of a preset its own name and language."""
-        preset = "-".join(filter(None, (self.preset, self.language))) if self.preset else ""
-        return safe_name(self.name or preset) if self.name or preset else super().title
-
 
 @functools.cache
 def _presets() -> dict[str, dict[str, str]]:
     file = Path(__file__).with_name("presets.yaml")
-    return dict(parse(file.read_text(encoding="utf-8"), file.name).value)
+    return dict(parse(file.read_bytes(), file.name)[0])
 
 
 def path_from_string(value: Any) -> Any:
@@ -150,8 +145,7 @@ class FilterSettings(Settings):
     mixed_languages: bool = False
     """Add up the probabilities of the recipe's languages: a document may be in several of them."""
     datatrove: dict[DatatroveName, dict[str, Any]] = {}
-    """Filters of datatrove, and its formatter of personal data, by name with their arguments, such as
-    {GopherRepetitionFilter: {}, PIIFormatter: {remove_ips: false}} (pip install 'affinage[filters]'); slower."""
+    """Filters of datatrove, and its formatter of personal data, by name with their arguments: affinage[filters]."""
 
 
 class DedupSettings(Settings):
@@ -191,19 +185,24 @@ class SplitSettings(Settings):
     """tail: the end of every document (for a single long text)."""
 
 
-class DataSettings(Settings):
-    """Where the text comes from and what is done to it before it becomes tokens."""
+class ReadingSettings(Settings):
+    """How sources are read, of documents and of conversations."""
 
-    sources: tuple[Source, ...] = Field(min_length=1)
-    """What is read; relative paths start from `root`, or from the working directory."""
-    sample: float = Field(default=1.0, gt=0, le=1)
-    """Share of the documents of each source, chosen by their ids."""
-    on_error: Literal["raise", "skip"] = "raise"
-    """A damaged file: an error, or read up to the damage. Records that cannot be used are always counted."""
     root: str = ""
     """Folder or URL that relative paths of sources start from; by default the working directory."""
     mirror: str = ""
     """Folder or URL with a copy of every remote source, each in a folder of its name, to read in its place."""
+    sample: float = Field(default=1.0, gt=0, le=1)
+    """Share of each source, of documents chosen by their ids, of conversations by their content."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A damaged file or a line that is no conversation: an error; or read up to the damage, passed over, counted."""
+
+
+class DataSettings(ReadingSettings):
+    """Where the text comes from and what is done to it before it becomes tokens."""
+
+    sources: tuple[Source, ...] = Field(min_length=1)
+    """Documents to train on."""
     languages: tuple[Language, ...] = ("en", "fr")
     """ISO 639-1 codes; documents in other languages are removed. []: all stay."""
     filters: FilterSettings = FilterSettings()

@@ -21,8 +21,9 @@ from affinage.config.yaml import Path as Keys
 from affinage.errors import UserError, did_you_mean
 from affinage.secrets import secret_in
 
-# Two ways to say one thing: the one in a later layer takes the place of the other in an earlier one.
-_ALTERNATIVES = (("steps", "tokens"), ("batch_size", "per_device_batch_size"), ("warmup_steps", "warmup_ratio"))
+# What a setting removes from the layers below: the other way to say the same thing, and the price of another slice.
+_REMOVES = {"steps": "tokens", "batch_size": "per_device_batch_size", "warmup_steps": "warmup_ratio"}
+_REMOVES |= {other: key for key, other in _REMOVES.items()} | {"slice": "price"}
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Layers:
 
     raw: dict[str, Any] = field(default_factory=dict)
     origins: dict[Keys, str] = field(default_factory=dict)  # ("pretrain", "steps") -> "recipes/quickstart.yaml:31"
-    base: Path | None = None  # the recipe that the file itself starts from
+    files: list[Path] = field(default_factory=list)  # the recipe's and those of its bases, the lowest first
 
     def locate(self, path: Sequence[str | int]) -> str:
         """Return where `path` was written (`file:line` or `--set key`), or the nearest thing around it that was."""
@@ -73,9 +74,9 @@ def load_recipe(
         _put_override(layers, override)
     _share_training(layers)
     layers.raw = _without_nulls(layers, layers.raw)
-    present = {keys for keys, _ in _parts(layers.raw)}  # without what was replaced
+    present = dict(_parts(layers.raw))  # without what was replaced
     layers.origins = {keys: where for keys, where in layers.origins.items() if keys in present}
-    for keys, value in _parts(layers.raw):
+    for keys, value in present.items():
         if isinstance(value, str) and secret_in(value):
             what = "this holds a password or a token, which would be written into manifests and reports"
             fix = "Leave it to the environment: ~/.netrc for https, HF_TOKEN, WANDB_API_KEY, "
@@ -88,39 +89,33 @@ def load_recipe(
     while True:
         try:
             recipe = Recipe.model_validate(layers.raw)
-            return LoadedRecipe(layers.raw, layers.origins, layers.base, recipe=recipe, path=path, command=command)
+            return LoadedRecipe(**vars(layers), recipe=recipe, path=path, command=command)
         except ValidationError as error:
-            unknown = [details for details in error.errors() if details["type"] == "extra_forbidden"]
-            wrong = {written_path(details["loc"], layers.raw) for details in unknown or error.errors()}
-            if left_out is None or () in wrong or any(layers.locate(keys).startswith("--set ") for keys in wrong):
+            mistakes = error.errors()
+            first = next((each for each in mistakes if each["type"] == "extra_forbidden"), mistakes[0])
+            wrong = written_path(first["loc"], layers.raw)
+            if left_out is None or not wrong or layers.locate(wrong).startswith("--set "):
                 raise explain(error, Recipe, layers.raw, layers.locate) from None
-            for *around, key in sorted(wrong, key=lambda keys: [str(part).rjust(9) for part in keys], reverse=True):
-                section: Any = layers.raw
-                for part in around:
-                    section = section[part]
-                del section[key]
-                left_out.append(".".join(map(str, (*around, key))))
+            section: Any = layers.raw
+            for key in wrong[:-1]:
+                section = section[key]
+            del section[wrong[-1]]
+            left_out.append(".".join(map(str, wrong)))
 
 
 def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
     """Read a recipe file over the recipe that its `base` names; `below` are the files that led to this one."""
     resolved, here = path.resolve(), Path.cwd()
     shown = str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(path)
-    try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_BYTES + 1).decode("utf-8")
-    except UnicodeDecodeError:
-        raise UserError("this is not a text file in UTF-8", where=shown) from None
-    value, lines = parse(text, shown)
+    with open(path, "rb") as file:
+        value, lines = parse(file.read(MAX_BYTES + 1), shown)
     if not isinstance(value, dict):
         raise UserError("a recipe is a mapping of settings, such as `name: my-run`", where=shown)
     layers, base = Layers(), value.pop("base", None)
     if base is not None:
         where = f"{shown}:{lines[('base',)]}"
-        if not isinstance(base, str):
-            raise UserError("`base` must be the path or the name of another recipe", where=where, fix="Name one.")
         try:
-            file_of_base = find_recipe(base, path.parent).resolve()
+            file_of_base = find_recipe(str(base), path.parent).resolve()
         except UserError as error:
             raise UserError(f"`base: {base}`: {error.what}", where=where, fix=error.fix) from None
         chain = (*below, resolved)
@@ -129,9 +124,9 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
             raise UserError(f"`base` leads back to where it began: {names}", where=where, fix="Name another recipe.")
         layers = read_file(file_of_base, chain)
         layers.raw.pop("description", None)  # it would not describe what is built on it
-        layers.base = file_of_base
     _lay(layers.raw, value)
     layers.origins |= {keys: f"{shown}:{line}" for keys, line in lines.items()}
+    layers.files.append(resolved)
     return layers
 
 
@@ -140,18 +135,15 @@ def _put_override(layers: Layers, override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys, shown = dotted.strip().split("."), f"--set {dotted.strip()}"
     if not equals or not all(keys):
-        fix = "For example: --set pretrain.steps=100"
-        raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
+        raise UserError("this is not `key=value`", where=f"--set {override}", fix="Write it as in pretrain.steps=100.")
     if keys[0] == "base":
         raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
-    value, target = parse(text, shown).value, layers.raw
-    for number, key in enumerate(keys[:-1], 1):
-        if not isinstance(target.get(key), dict):
-            target[key] = {}
-            layers.origins[tuple(keys[:number])] = shown
-        target = target[key]
-    _lay(target, {keys[-1]: value})
-    layers.origins |= {(*keys, *inner): shown for inner, _ in _parts(value)}
+    value, _ = parse(text, shown)
+    above = {tuple(keys[:number]): shown for number in range(1, len(keys))}
+    layers.origins = above | layers.origins | {(*keys, *path): shown for path, _ in _parts(value)}
+    for key in reversed(keys):
+        value = {key: value}
+    _lay(layers.raw, value)
 
 
 def _share_training(layers: Layers) -> None:
@@ -159,7 +151,7 @@ def _share_training(layers: Layers) -> None:
     shared = layers.raw.pop("training", {})
     if not isinstance(shared, dict):
         raise UserError("`training` must be a mapping of settings", where=layers.locate(("training",)))
-    common = {keys[1:]: where for keys, where in layers.origins.items() if keys[0:1] == ("training",) and keys[1:]}
+    common = {keys[1:]: where for keys, where in layers.origins.items() if keys[:1] == ("training",)}
     for section in TRAININGS:
         if isinstance(own := layers.raw.get(section), dict):
             layers.raw[section] = copy.deepcopy(shared)
@@ -169,12 +161,9 @@ def _share_training(layers: Layers) -> None:
 
 def _lay(below: dict[str, Any], above: dict[str, Any]) -> None:
     """Lay one mapping over another: mappings merge, anything else replaces."""
-    for pair in _ALTERNATIVES:
-        for key, other in (pair, pair[::-1]):
-            if above.get(key) is not None and other not in above:
-                below.pop(other, None)
-    if above.get("slice") not in (None, below.get("slice")) and "price" not in above:
-        below.pop("price", None)  # in `hardware`: the price is of the slice that it was written beside
+    for key, other in _REMOVES.items():
+        if above.get(key) not in (None, below.get(key)) and other not in above:
+            below.pop(other, None)
     for key, value in above.items():
         if isinstance(value, dict) and isinstance(below.get(key), dict):
             _lay(below[key], value)
@@ -194,7 +183,7 @@ def _without_nulls(layers: Layers, value: Any, path: Keys = ()) -> Any:
     """Drop the nulls in mappings with keys of the user's, which remove what the base has."""
     if not isinstance(value, dict):
         return value
-    free = settings_at(Recipe, path) is None
+    free = not settings_at(Recipe, path)
     for key in (key for key, child in value.items() if free and child is None and ":" in key):
         fix = "Write a space after the colon, as in {data: 8}."
         raise UserError(f"the key `{key}` has no value", where=layers.locate((*path, key)), fix=fix)

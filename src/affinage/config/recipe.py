@@ -7,18 +7,11 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
 from affinage.config.settings import Settings
-from affinage.config.training import (
-    SYSTEM_PROMPT,
-    DpoSettings,
-    MeshAxis,
-    ParallelSettings,
-    PretrainSettings,
-    SftSettings,
-)
+from affinage.config.training import SYSTEM_PROMPT, DpoSettings, Mesh, ParallelSettings, PretrainSettings, SftSettings
 
 TRAININGS = ("pretrain", "sft", "dpo")
+SCRATCH_LICENSE = "apache-2.0"  # of an exported model that was trained from scratch, where no other is set
 Positive = Annotated[float, Field(gt=0)]
-Price = Annotated[float, Field(ge=0)]
 
 
 class EvaluateSettings(Settings):
@@ -34,12 +27,9 @@ class EvaluateSettings(Settings):
     """Examples before each question; by default as many as the task says, none for all of `julian`."""
     apply_chat_template: Literal["auto"] | bool = "auto"
     """auto: chat models answer generation tasks, if their file is here, and those tagged `chat` in their template;
-    true: everything, for models that have a template; false: nothing."""
+    true: models with a template answer everything in it; false: nothing."""
     contamination: bool = True
     """Search the training text for the items, list those found, and score without them, too."""
-
-
-SCRATCH_LICENSE = "apache-2.0"  # of an exported model that was trained from scratch, where no other is set
 
 
 class ExportSettings(Settings):
@@ -47,11 +37,8 @@ class ExportSettings(Settings):
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights in the folder."""
-    verify: bool = False
-    """Load the folder with transformers and compare logits and tokens (needs `affinage[verify]`)."""
     license: str | None = None
-    """SPDX identifier of the weights' license, for the model card; by default that of the model in `init_from`, or
-    apache-2.0 for a model trained from scratch."""
+    """SPDX identifier of the weights' license; by default that of the model in `init_from`, from scratch apache-2.0."""
 
 
 class ReportSettings(Settings):
@@ -102,22 +89,15 @@ class RuntimeSettings(Settings):
     """tensorboard, wandb, trackio, mlflow, or one of a plug-in, each with its options; a list takes the defaults."""
     remote: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^?#]+$")] | None = None
     """URL of a folder (s3://, gs://) that results and checkpoints are copied to, and resumed from on other machines."""
-    profile: Annotated[str, Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$"), BeforeValidator(lambda v: str(v))] | None = None
-    """Steps of which a trace for TensorBoard and Perfetto is written: `20`, or `20-25`."""
+    profile: tuple[int, int] | None = None
+    """Two steps: a trace from the one to the other is written for TensorBoard and Perfetto, such as [20, 25]."""
 
     @field_validator("profile")
     @classmethod
-    def _begins_before_it_ends(cls, value: str | None) -> str | None:
-        first, _, last = (value or "").partition("-")
-        if last and int(first) > int(last):
-            raise ValueError(f"{value} ends before it begins: write {last}-{first}")
-        return value
-
-    @property
-    def profiled(self) -> tuple[int, int] | None:
-        """The first and the last step of which a trace is written."""
-        first, _, last = (self.profile or "").partition("-")
-        return (int(first), int(last or first)) if first else None
+    def _first_and_last(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps is not None and not 1 <= steps[0] <= steps[1]:
+            raise ValueError(f"{[*steps]} must be a first and a last step, from 1 on, such as [20, 25]")
+        return steps
 
 
 class CheckpointClaim(Settings):
@@ -172,7 +152,7 @@ class HardwareSettings(Settings):
 
     slice: str | None = None
     """Cloud's name, such as v4-32 or h100x8; `affinage plan --on` overrides it."""
-    price: Price | None = None
+    price: float | None = Field(default=None, ge=0)
     """US dollars per chip and hour, for the chips of `slice`; by default the chip table's."""
 
 
@@ -194,7 +174,7 @@ class Recipe(Settings):
     packing: PackingSettings = PackingSettings()
     model: dict[str, Any]
     """The graph of nodes; each kind of node has settings of its own."""
-    mesh: dict[MeshAxis, Annotated[int, Field(ge=1)] | Literal["auto"]] = {"data": "auto"}
+    mesh: Mesh = {"data": "auto"}
     """Devices along each axis; one of them may be auto."""
     parallel: ParallelSettings = ParallelSettings()
     pretrain: PretrainSettings | None = None

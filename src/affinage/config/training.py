@@ -4,10 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from affinage.config.data import POCKET_WORLD, PlaceSettings, SourceSettings, path_from_string
+from affinage.config.data import PlaceSettings, ReadingSettings, SourceSettings, path_from_string
 from affinage.config.settings import Settings
 
 MeshAxis = Literal["data", "fsdp", "tensor", "expert", "context", "pipeline"]
+Mesh = dict[MeshAxis, Annotated[int, Field(ge=1)] | Literal["auto"]]
 
 # What the arrays of a model have along their dimensions; `affinage.parallel.sharding` says where each one is used.
 # fmt: off
@@ -42,8 +43,7 @@ class ParallelSettings(Settings):
     context_attention: Literal["all_gather", "ring"] = "all_gather"
     """How the parts of a sequence see each other's keys."""
     pipeline_micro_batches: int | None = Field(default=None, ge=1)
-    """Parts of the batch in the pipeline, a multiple of its stages; by default the most that divide it, up to 4 for
-    each stage."""
+    """Parts of the batch in the pipeline, a multiple of its stages; by default the most up to 4 per stage."""
     pipeline_rounds: int = Field(default=1, ge=1)
     """Times that each part passes the stages: more make the bubble smaller, and the traffic larger."""
     remat: Remat = "none"
@@ -146,12 +146,6 @@ class MixtureSettings(Settings):
     weights: dict[str, Annotated[float, Field(ge=0)]]
     """Weights of sources, languages or `source.language`; others get none. `all` alone: everything as it comes."""
 
-    @model_validator(mode="after")
-    def _some_weight(self) -> "MixtureSettings":
-        if not any(self.weights.values()):
-            raise ValueError("at least one weight must be above zero")
-        return self
-
 
 def _mixture_from_weights(value: Any) -> Any:
     is_short = isinstance(value, dict) and not {"from_step", "weights"} & set(value)
@@ -162,6 +156,8 @@ def _stages_in_order(stages: tuple[MixtureSettings, ...]) -> tuple[MixtureSettin
     begins = [stage.from_step for stage in stages]
     if begins[:1] != [0] or begins != sorted(set(begins)):
         raise ValueError(f"the stages of `mixture` begin at steps {begins}: the first must be 0, and each a later one")
+    if not all(any(stage.weights.values()) for stage in stages):
+        raise ValueError("at least one weight of each stage must be above zero")
     return stages
 
 
@@ -216,8 +212,7 @@ class TrainSettings(Settings):
     """Parts of the batch that are computed one after another."""
     optimizer: OptimizerSettings = OptimizerSettings()
     optimizer_in_backward: bool = False
-    """Update each layer in the backward pass, so that gradients take no memory; `max_grad_norm` holds for each, and
-    `parallel.remat` is `block`."""
+    """Update each layer in the backward pass, which frees gradients; clip each alone; `parallel.remat` is `block`."""
     schedule: ScheduleSettings
     ema: EmaSettings | None = None
     precision: PrecisionSettings = PrecisionSettings()
@@ -300,20 +295,12 @@ class LoraSettings(Settings):
     """query, key, value, out (attention), gate, up, down (feed-forward); all: all that each token passes."""
 
 
-class TuningSettings(TrainSettings):
+class TuningSettings(TrainSettings, ReadingSettings):
     """What fine-tuning and preference optimization have in common."""
 
     lora: LoraSettings | None = None
     """Train adapters and keep the model's own weights; by default all weights are trained."""
     sources: tuple[Conversations, ...] = Field(min_length=1)
-    root: str = ""
-    """Folder or URL that relative paths of sources start from; by default the working directory."""
-    mirror: str = ""
-    """Folder or URL with a copy of every remote source, each in a folder of its name, to read in its place."""
-    sample: float = Field(default=1.0, gt=0, le=1)
-    """Share of each source, chosen by content."""
-    on_error: Literal["raise", "skip"] = "raise"
-    """Lines that are no conversation: an error, or skipped and counted."""
     from_step: int | None = Field(default=None, ge=1)
     """Checkpoint of the model before to start from, one that was kept; by default the last."""
     num_epochs: float | None = Field(default=1.0, gt=0)
@@ -322,19 +309,6 @@ class TuningSettings(TrainSettings):
     """Tokens of a sequence; by default as in pretraining."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the conversations that is kept for validation."""
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> "TuningSettings":
-        titles = [source.title for source in self.sources]
-        twice = {title for title in titles if titles.count(title) > 1}
-        if self.mixture is not None and twice:
-            raise ValueError(f"two sources are called {', '.join(sorted(twice))}: give each a `name` of its own")
-        return self
-
-    @property
-    def from_world(self) -> bool:
-        """Whether any of it comes from the pocket world."""
-        return any(source.path == POCKET_WORLD for source in self.sources)
 
 
 class SftOptimizerSettings(OptimizerSettings):

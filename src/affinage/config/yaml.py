@@ -1,33 +1,27 @@
 """Recipes are YAML 1.2: read by ruamel.yaml with the line of every key, and printed in one line."""
 
-import datetime
-import itertools
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq, TaggedScalar
 from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from affinage.errors import UserError
+from affinage.errors import UserError, first_line
 
 MAX_BYTES = 1_000_000
-_DEEPEST = 100  # brackets within brackets
+_DEEPEST = 100  # lists and mappings within each other; the parser takes minutes for many thousands
+_NUMBERS = ("int", "float", "bool", "null")
+_TAGS = (*_NUMBERS, "map", "seq", "str", "timestamp", "value", "merge")  # what is written without any tag
 _PLAIN = re.compile(r'(?<!\\)"((?!(?i:true|false|null)")[^\W\d][\w./-]*)"')
 Path = tuple[str | int, ...]  # the keys and list indices that lead to a value, outermost first
 
 
-class Document(NamedTuple):
-    """A parsed text: its value, and the 1-based line of each path in it."""
-
-    value: Any
-    lines: dict[Path, int]
-
-
-def parse(text: str, name: str) -> Document:
+def parse(text: str | bytes, name: str) -> tuple[Any, dict[Path, int]]:
     """Parse one YAML document of mappings, lists, words and numbers; `name` is what errors call it.
+
+    Returns its value, and the 1-based line of each path in it.
 
     Raises:
         UserError: for anything else, for tags, anchors and duplicate keys; `where` is `name:line`.
@@ -36,46 +30,40 @@ def parse(text: str, name: str) -> Document:
         fix = "A recipe is a few kilobytes; `data.sources` names the text to train on."
         raise UserError(f"this is larger than {MAX_BYTES:,} bytes", where=name, fix=fix)
     lines: dict[Path, int] = {(): 1}
-    fix = "Check indentation (spaces, no tabs), quotes, brackets that are not closed, and `:` without a space after it."
-    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[][{}]", text))
-    if max(itertools.accumulate(steps, initial=0)) > _DEEPEST:  # deep ones take the parser minutes
-        raise UserError("brackets are nested too deeply", where=name, fix=fix)
+    reader = YAML(typ="safe", pure=True)
+    reader.max_depth = _DEEPEST
     try:
-        for event in YAML(pure=True).parse(text):
-            if getattr(event, "anchor", None) or getattr(event, "tag", None) or getattr(event, "value", "") == "<<":
-                what = "tags, anchors and aliases are not allowed: a recipe holds words and numbers only"
-                raise UserError(what, where=f"{name}:{event.start_mark.line + 1}", fix="Write the value out.")
-        return Document(_plain(YAML(pure=True).load(text), (), lines), lines)
-    except UserError:
-        raise
+        root = reader.compose(text)
+        return None if root is None else _plain(root, (), lines, reader.constructor), lines
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
         problem = ", ".join(filter(None, [error.context, error.problem])).partition("\n")[0]
-        raise UserError(f"this is not valid YAML: {problem}", where=where, fix=fix) from None
-    except Exception as error:  # whatever ruamel.yaml raises for odd keys and characters
-        raise UserError(f"this is not valid YAML: {str(error)[:200]}", where=name, fix=fix) from None
+    except Exception as error:  # whatever ruamel.yaml raises for odd characters and numbers
+        where, problem = name, first_line(error)
+    fix = "Check the encoding (UTF-8), indentation (no tabs), quotes, open brackets, and `:` without a space after it."
+    raise UserError(f"this is not valid YAML: {problem}", where=where, fix=fix)
 
 
-def _plain(value: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Return the value in Python's own types, and note the line of each key and list entry."""
-    if isinstance(value, CommentedMap):
-        plain = {}
-        for key, inner in value.items():
-            if isinstance(key, tuple | Mapping):
-                raise ValueError("a key must be a word or a number")
-            word = key if isinstance(key, str) else as_yaml(_plain(key, path, lines))
-            lines[(*path, word)] = value.lc.key(key)[0] + 1
-            plain[word] = _plain(inner, (*path, word), lines)
+def _plain(node: Node, path: Path, lines: dict[Path, int], constructor: Any) -> Any:
+    """Return the value of a node in Python's own types, and note the line of each key and list entry in it."""
+    tag = str(node.tag).removeprefix("tag:yaml.org,2002:")
+    if node.anchor or tag not in _TAGS:
+        problem = "tags, anchors and aliases are not allowed; write the value out"
+        raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    if isinstance(node, SequenceNode):
+        lines |= {(*path, index): entry.start_mark.line + 1 for index, entry in enumerate(node.value)}
+        return [_plain(entry, (*path, index), lines, constructor) for index, entry in enumerate(node.value)]
+    if isinstance(node, MappingNode):
+        plain: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, ScalarNode) or key.value in plain:
+                problem = f"duplicate key `{key.value}`" if isinstance(key, ScalarNode) else "a key must be a word"
+                raise MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[(*path, key.value)] = key.start_mark.line + 1
+            plain[key.value] = _plain(value, (*path, key.value), lines, constructor)
         return plain
-    if isinstance(value, CommentedSeq):
-        lines.update({(*path, index): value.lc.item(index)[0] + 1 for index in range(len(value))})
-        return [_plain(inner, (*path, index), lines) for index, inner in enumerate(value)]
-    if isinstance(value, datetime.date):  # a revision such as 2026-01-02 is a word
-        return value.isoformat()
-    if isinstance(value, TaggedScalar):  # a lone `=`
-        return str(value.value)
-    return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    return constructor.construct_object(node) if tag in _NUMBERS else node.value
 
 
 def as_yaml(value: Any) -> str:

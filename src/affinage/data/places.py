@@ -5,14 +5,13 @@ from collections.abc import Container
 from pathlib import Path
 from typing import TypeVar
 
-from affinage.config.data import POCKET_WORLD, DataSettings, PlaceSettings
-from affinage.config.training import TuningSettings
+from affinage.config.data import POCKET_WORLD, PlaceSettings, ReadingSettings
 from affinage.errors import TransientError, UserError, causes, first_line, is_transient
 
 Place = TypeVar("Place", bound=PlaceSettings)
 
 
-def located(source: Place, settings: DataSettings | TuningSettings) -> Place:
+def located(source: Place, settings: ReadingSettings) -> Place:
     """The source with the path, or the name of the dataset, under which its files are opened.
 
     Relative paths start from `root`. With a `mirror`, what is remote is `<mirror>/<name of the source>` instead.

@@ -45,6 +45,8 @@ class SamplingParams:
         for name, (low, high) in _RANGES.items():
             if not low <= (value := getattr(self, name)) <= high:
                 raise UserError(f"{name} = {value} is out of range", fix=f"It must be between {low} and {high}.")
+        if "" in self.stop:
+            raise UserError("a text to stop before is empty", where="stop", fix="Leave it out.")
 
 
 class SamplingTensors(NamedTuple):

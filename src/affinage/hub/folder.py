@@ -119,7 +119,7 @@ def read_hub_folder(folder: Path) -> HubModel:
         raise UserError(f"this is no model: there is no {CONFIG}", where=str(folder), fix=fix)
     try:
         architecture = architecture_of(read_object(config), str(config))
-        graph = parse(architecture.model)
+        graph = parse(architecture.model, lambda _: str(config))
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         fix = "Compare it with the config.json of the original model."
         raise UserError(f"a value in it is not what it should be: {error}", where=str(config), fix=fix) from error

@@ -263,7 +263,7 @@ def _parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -
     try:
         return Node(name, layer.model_validate(settings), tuple(inputs), repeat, scan)
     except ValidationError as error:
-        raise explain(error, layer, settings, lambda inner: locate((*path, *map(str, inner))), path) from None
+        raise explain(error, layer, settings, lambda inner: locate((*path, *map(str, inner)))) from None
 
 
 def _ordered(nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Locate) -> Graph:

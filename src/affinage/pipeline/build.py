@@ -7,16 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from affinage.config.data import POCKET_BYTES, POCKET_WORLD
+from affinage.config.data import POCKET_BYTES, POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import EvaluateSettings, Recipe
 from affinage.config.settings import Settings
-from affinage.config.training import OF_THE_ROWS, MonitorSettings
+from affinage.config.training import OF_THE_ROWS, MonitorSettings, TuningSettings
 from affinage.data.places import is_on_hub, located, released_folder
 from affinage.evaluation.tasks import files_of, is_task_file, of_pocket_world
 from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS, chat_template_of, extended, initial_folder
-from affinage.pipeline.sources import task_files
-from affinage.pipeline.step import Step, StepContext, Summary, lazily
+from affinage.pipeline.step import Step, StepContext, Summary, lazily, task_files
 from affinage.registry import load_plugins, plugin_sources
 from affinage.results import read_json
 
@@ -34,7 +33,7 @@ def build_steps(loaded: LoadedRecipe) -> list[Step]:
     trains = bool(trained) and (bool(begun) or trained[0] == "pretrain")
     if recipe.data is None and not trains:
         return []
-    steps = list(_data_steps(recipe, begun))
+    steps = list(_data_steps(recipe, folder, begun))
     if trains:
         # Tuning data comes before the long pretraining, so that a mistake in the conversations is found in time.
         steps += [_tuning_data_step(loaded, section) for section in recipe.trainings if section != "pretrain"]
@@ -50,68 +49,63 @@ def _report(context: StepContext) -> Summary:
     return write_report(context.run_folder, context.folder / "report.html")
 
 
-def _data_steps(recipe: Recipe, begun: dict[str, str]) -> Iterator[Step]:
+def _data_steps(recipe: Recipe, initial: Path | None, begun: dict[str, str]) -> Iterator[Step]:
     data = recipe.data
-    worlds = [source.path for source in recipe.data.sources] if recipe.data else []
-    tuned = any(tuning is not None and tuning.from_world for tuning in (recipe.sft, recipe.dpo))
+    worlds = [source for source in data.sources if source.path == POCKET_WORLD] if data else []
     benchmarks = [recipe.evaluate, *(getattr(recipe, name).monitor for name in recipe.trainings)]
     scored = any(of_pocket_world(task) for each in benchmarks if each is not None for task in each.tasks)
-    if tuned or scored or POCKET_WORLD in worlds:
-        sources = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
-        size = max((source.max_bytes or POCKET_BYTES for source in sources), default=POCKET_BYTES)
+    if worlds or scored or any(map(_is_of_world, (recipe.sft, recipe.dpo))):
+        size = max((source.max_bytes or POCKET_BYTES for source in worlds), default=POCKET_BYTES)
         config: dict[str, Any] = {"data": {"sources": {"max_bytes": size}}, **_part(recipe, "seed")}
         yield Step("synthesize", _of_data("synthesize", size=size), config)
+    given = Step("train-tokenizer", _of_data("base_tokenizer", folder=initial), {}, sources=begun, version=2)
     if data is None:  # an imported model is only fine-tuned
-        yield Step("train-tokenizer", _of_data("base_tokenizer"), {}, sources=begun, version=2)
+        yield given
         return
-    more: dict[str, Any] = {"version": 4, "resumable": True}
-    check = _of_data("check_ingest")
-    places = [located(source, data) for source in data.sources]
-    files = tuple(source.place for source in places if not is_on_hub(source))
-    config = _part(data, "sources", "root", "mirror", "sample", "on_error")
-    inputs: tuple[str, ...] = ("synthesize",) if POCKET_WORLD in worlds else ()
-    newer: dict[str, Any] = more | {"version": 5}
-    yield Step("ingest", _of_data("ingest_step"), {"data": config}, inputs, files=files, check=check, **newer)
-    config = {"data": _part(data, "filters", "languages")}
-    yield Step("filter", _of_data("filter_step"), config, ("ingest",), check=_of_data("check_filter"), **newer)
+    step = partial(Step, version=4, resumable=True)
+    inputs: tuple[str, ...] = ("synthesize",) if worlds else ()
+    config = {"data": _part(data, "sources", "root", "mirror", "sample", "on_error")}
+    work, check = _of_data("ingest_step", data=data), _of_data("check_ingest", data=data)
+    yield step("ingest", work, config, inputs, version=5, files=_places(data), check=check)
+    work, check = _of_data("filter_step", data=data), _of_data("check_filter", data=data)
+    yield step("filter", work, {"data": _part(data, "filters", "languages")}, ("ingest",), version=5, check=check)
     last = ("filter",)
     if data.dedup is not None:
         against = data.dedup.against  # a run is known by its name, a folder by its documents
         is_folder = bool(against) and os.path.isdir(os.path.expanduser(against))
-        files = (str(released_folder(against, Path("runs"))),) if is_folder else ()
-        yield Step("dedup", _of_data("dedup_step"), {"data": _part(data, "dedup")}, last, files=files, **more)
+        files: tuple[str, ...] = (str(released_folder(against, Path("runs"))),) if is_folder else ()
+        work = _of_data("dedup_step", settings=data.dedup)
+        yield step("dedup", work, {"data": _part(data, "dedup")}, last, files=files)
         last = ("dedup",)
     config, files = _searched(recipe)
     if config:
-        check = _of_data("check_decontaminate")
-        yield Step("decontaminate", _of_data("decontaminate_step"), config, last, files=files, check=check, **more)
+        settings: dict[str, Any] = {"settings": data.decontaminate}
+        work, check = _of_data("decontaminate_step", **settings), _of_data("check_decontaminate", **settings)
+        yield step("decontaminate", work, config, last, files=files, check=check)
         last = ("decontaminate",)
-    yield Step("split", _of_data("split_step"), {"data": _part(data, "split"), **_part(recipe, "seed")}, last, **more)
-    if begun:
-        yield Step("train-tokenizer", _of_data("base_tokenizer"), {}, ("split",), sources=begun, version=2)
+    work = _of_data("split_step", settings=data.split, seed=recipe.seed)
+    yield step("split", work, {"data": _part(data, "split"), **_part(recipe, "seed")}, last)
+    if initial is not None:
+        yield replace(given, inputs=("split",))
     else:
         config = {"data": _part(data, "languages"), **_part(recipe, "tokenizer", "seed")}
-        yield Step("train-tokenizer", _of_data("tokenizer_step"), config, ("split",), version=2)
-    config, inputs = _part(recipe, "packing", "seed"), ("split", "train-tokenizer")
-    yield Step("tokenize", _of_data("tokenize_step"), config, inputs, **more)
+        work = _of_data("tokenizer_step", languages=data.languages)
+        yield Step("train-tokenizer", work, config, ("split",), version=2)
+    yield step("tokenize", _of_data("tokenize_step"), _part(recipe, "packing", "seed"), ("split", "train-tokenizer"))
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings and files that decide which items of benchmarks text must not hold; both empty without any.
-
-    The pocket world is never among them: its facts are its text and its benchmarks' answers.
-    """
-    settings, tasks, files = recipe.data.decontaminate if recipe.data else None, list[str](), list[str]()
-    if settings is None:
-        return {}, ()
-    if settings.benchmarks and recipe.evaluate is not None:
+    """The settings and files that decide which items of benchmarks text must not hold; both empty without any."""
+    settings, tasks, files = recipe.data.decontaminate if recipe.data else None, list[str](), tuple[str, ...]()
+    if settings is not None and settings.benchmarks and recipe.evaluate is not None:
+        # Never those of the pocket world: its facts are its text and its benchmarks' answers.
         tasks = list(dict.fromkeys(task for task in recipe.evaluate.tasks if not of_pocket_world(task)))
-        files += _files_of(recipe.evaluate)
-    if not tasks and not settings.benchmark_files:
+        files = _files_of(recipe.evaluate)
+    if settings is None or not (tasks or settings.benchmark_files):
         return {}, ()
     config: dict[str, Any] = {"data": {"decontaminate": settings.model_dump(mode="json")}}
     config |= {"evaluate": {"tasks": tasks}} if settings.benchmarks else {}
-    return config, (*files, *settings.benchmark_files)
+    return config, files + settings.benchmark_files
 
 
 def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
@@ -125,19 +119,11 @@ def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
         config["chat_template"] = template
     if tuning.seq_len is None:
         config["packing"] = _part(recipe.packing, "seq_len")
-    places = [located(source, tuning) for source in tuning.sources]
-    files = tuple(source.place for source in places if not is_on_hub(source))
     searched, item_files = _searched(recipe)
-    return Step(
-        ROWS[section],
-        _of_data("tuning_data", section=section),
-        config | searched,
-        ("train-tokenizer", *(["synthesize"] if tuning.from_world else [])),
-        version=6,
-        files=files + item_files,
-        check=_of_data("check_tuning_data", section=section),
-        resumable=True,
-    )
+    work, check = (_of_data(name, section=section) for name in ("tuning_data", "check_tuning_data"))
+    inputs = ("train-tokenizer", *(["synthesize"] if _is_of_world(tuning) else []))
+    how: dict[str, Any] = {"version": 6, "files": _places(tuning) + item_files, "check": check, "resumable": True}
+    return Step(ROWS[section], work, config | searched, inputs, **how)
 
 
 def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, str]) -> Iterator[Step]:
@@ -151,7 +137,7 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
             config["dpo"]["system_prompt"] = recipe.chat_system_prompt
             of_reference = {**_part(recipe, "model"), "dpo": _part(recipe.dpo, "precision", "from_step")}
             how: dict[str, Any] = {"version": 2, "sources": begun, "check": check, "distributed": True}
-            yield Step("ref-logprobs", _of_train("ref_logprobs"), of_reference, inputs, **how)
+            yield Step("ref-logprobs", _of_train("ref_logprobs", settings=recipe.dpo), of_reference, inputs, **how)
             inputs += ("ref-logprobs",)
         if name != "pretrain" and settings.monitor is not None:  # the monitor of a pretraining decides nothing
             inputs += ("synthesize",) if any(map(of_pocket_world, settings.monitor.tasks)) else ()
@@ -162,19 +148,8 @@ def _training_steps(loaded: LoadedRecipe, trained: list[str], begun: dict[str, s
 
             folder, step = extension
             sources["resume_from"] = CheckpointStore(folder / "checkpoints").metadata(step).fingerprint
-        yield Step(
-            name,
-            _of_train("train_step"),
-            config,
-            inputs,
-            version=5,
-            files=files,
-            sources=sources,
-            check=check,
-            distributed=True,
-            has_progress=True,
-            resumable=True,
-        )
+        how = {"version": 5, "files": files, "sources": sources, "check": check, "distributed": True}
+        yield Step(name, _of_train("train_step"), config, inputs, has_progress=True, resumable=True, **how)
         before, begun = (name,), {}
 
 
@@ -188,28 +163,33 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
             # How items are found in the text; otherwise the same settings have decided over the text itself.
             config["data"] = {"decontaminate": _part(decontaminate, "n_grams")}
         read = ["train-tokenizer", *(["synthesize"] if any(map(of_pocket_world, evaluate.tasks)) else [])]
+        check = _of_data("check_benchmarks", section=("evaluate",))
+        how: dict[str, Any] = {"version": 5, "check": check, "resumable": True, "distributed": True}
         for training in trained:
-            yield Step(
-                EVALUATIONS[training],
-                _of_eval("evaluate", training=training),
-                {**config, "report": _part(recipe.report, "prompts" if training == "pretrain" else "questions")},
-                (training, *read),
-                version=5,
-                files=_files_of(evaluate),
-                check=_of_data("check_benchmarks", section=("evaluate",)),
-                resumable=True,
-                distributed=True,
-            )
+            work = _of_eval("evaluate", training=training, settings=evaluate)
+            asked = {"report": _part(recipe.report, "prompts" if training == "pretrain" else "questions")}
+            yield Step(EVALUATIONS[training], work, config | asked, (training, *read), files=_files_of(evaluate), **how)
             inputs += (EVALUATIONS[training],)  # the card has their scores
     if recipe.export is not None:
         config = _part(recipe, "name", "description", "export")
-        yield Step("export", _of_eval("export"), config, inputs, version=3, check=_of_eval("check_export"))
+        work = _of_eval("export", settings=recipe.export)
+        yield Step("export", work, config, inputs, version=3, check=_of_eval("check_export"))
 
 
 def _files_of(benchmarks: EvaluateSettings | MonitorSettings) -> tuple[str, ...]:
     """The files that the benchmarks of an evaluation or a monitor are made of, as far as settings name them."""
     items = () if benchmarks.data_dir is None else files_of(benchmarks.tasks, benchmarks.data_dir)
     return (*task_files(filter(is_task_file, benchmarks.tasks)), *map(str, items))
+
+
+def _places(settings: DataSettings | TuningSettings) -> tuple[str, ...]:
+    """Where the sources are whose files are read here; a dataset of the Hub is known by its revision."""
+    places = [located(source, settings) for source in settings.sources]
+    return tuple(source.place for source in places if not is_on_hub(source))
+
+
+def _is_of_world(tuning: TuningSettings | None) -> bool:
+    return tuning is not None and any(source.path == POCKET_WORLD for source in tuning.sources)
 
 
 def _part(settings: Settings, *names: str) -> dict[str, Any]:

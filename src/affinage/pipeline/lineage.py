@@ -104,10 +104,7 @@ class TrainingRows:
 
 
 def documents(run: Path, step: str, part: str | None = None) -> Iterator[dict[str, Any]]:
-    """The documents that a step passed on, in their order; those of `split` have a `part`, train or validation.
-
-    Raises UserError if the run has no such documents.
-    """
+    """The documents that a step passed on, in order; of `split` with their `part`. UserError if the run has none."""
     complete = [name for name in DOCUMENT_STEPS if read_manifest(run / name) is not None]
     if step not in complete:
         raise UserError(f"this run has no documents of `{step}`", where=str(run), fix=f"It has {', '.join(complete)}.")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, packaged_recipes
 from affinage.config.recipe import SCRATCH_LICENSE
 from affinage.errors import UserError, did_you_mean
-from affinage.pipeline.sources import fingerprints
+from affinage.pipeline.step import fingerprints
 from affinage.pipeline.store import Store, read_manifest, read_request
 from affinage.results import RESULTS, read_json
 
@@ -33,7 +33,6 @@ FEED = "feed.json"  # of a training: how to find the rows of a step again; the d
 ROWS = {"pretrain": "tokenize", "sft": "sft-data", "dpo": "preference-data"}  # the step that makes a training's rows
 TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
 EVALUATIONS = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
-_OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
 _RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 _CHECKPOINT = re.compile(r"(.+)@(\d+|ema|mean:[1-9]\d*)")
 Checkpoint = int | str  # a step, "ema" for the moving average at the newest, or "mean:K" for the mean of the last K
@@ -80,7 +79,7 @@ def resolve(name: str, runs: Path) -> Target:
             there = ", ".join(step for step in RESULTS if read_manifest(run / step)) or "no results"
             run_it = f"Run it: {command('run', run_name, '--until', part, runs=runs)}\n  " if part in RESULTS else ""
             raise UserError(f"the run `{run_name}` has no `{part}`", fix=f"{run_it}It has {there}.")
-        made, packaged = run_names(runs), [*packaged_recipes()]
+        made, packaged = sorted(file.parent.name for file in runs.glob(f"*/{RECIPE}")), [*packaged_recipes()]
         listed = f"Runs in {runs}: {', '.join(made) or 'none'}. Packaged recipes: {', '.join(packaged)}."
         what = f"`{word}` is no run, no model and no recipe"
         raise UserError(what, fix=did_you_mean(word, [*made, *packaged]) or listed)
@@ -101,14 +100,7 @@ def _kind(place: Path) -> Any:
     for file, kind in ((MODEL, "model"), (HUB_CONFIG, "hub"), (RECIPE, "run")):
         if (place / file).is_file():
             return kind
-    if trainings_of(place):
-        return "run"
     return "result" if (place / ITEMS).is_dir() or read_request(place) is not None else None
-
-
-def run_names(runs: Path) -> list[str]:
-    """The runs in a folder of runs."""
-    return sorted(file.parent.name for file in runs.glob(f"*/{RECIPE}"))
 
 
 def command(verb: str, *words: str, runs: Path = Path("runs")) -> str:
@@ -132,9 +124,7 @@ def recipe_of(
         packaged = target.path == packaged_recipes().get(target.name)
         return load_recipe(target.name if packaged else target.path, overrides)
     if target.run is None:
-        if not (target.path / "recipe.yaml").is_file():  # an import has one
-            raise UserError(f"`{target.name}` has no recipe", fix="Name a recipe or a run.")
-        return load_recipe(target.path / "recipe.yaml", overrides)
+        return load_recipe(target.path / "recipe.yaml", overrides)  # of an import; nothing else has one
     file = target.run / RECIPE
     dropped: list[str] = []
     loaded = load_recipe(file, overrides, left_out=None if warn is None else dropped)
@@ -152,10 +142,10 @@ def recipe_of(
 
 def run_of(target: Target, runs: Path) -> Path:
     """The folder of the run that a target is or belongs to; of a recipe, that of its name. UserError if it has none."""
-    if target.run is not None or target.kind == "run":
-        return target.run or target.path
+    if target.run is not None:
+        return target.run
     if target.kind != "recipe":
-        raise UserError(f"`{target.name}` belongs to no run", fix=f"Runs in {runs}: {', '.join(run_names(runs))}.")
+        raise UserError(f"`{target.name}` belongs to no run", fix="Name a run, or a recipe that has been run.")
     run = runs / load_recipe(target.path).recipe.name
     if not (run / RECIPE).is_file():
         fix = f"Run it: {command('run', target.name, runs=runs)}"
@@ -187,10 +177,9 @@ def untrained(run: Path) -> list[str]:
 
 def is_evaluated(run: Path) -> bool:
     """Whether all trainings of a run are complete and evaluated."""
-    recipe = recorded(run)
-    trained = [name for name in TRAININGS if recipe.get(name) is not None and read_manifest(run / name)]
-    evaluated = all(read_manifest(run / EVALUATIONS[name]) for name in trained)
-    return evaluated and not untrained(run) and recipe.get("evaluate") is not None
+    if recorded(run).get("evaluate") is None or untrained(run):
+        return False
+    return all(read_manifest(run / EVALUATIONS[name]) for name in trainings_of(run))
 
 
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
@@ -242,8 +231,8 @@ def results_folder(target: Target, runs: Path) -> Path:
     model = locate(target, runs)
     folder, step = model.path, model.step
     if model.kind == "hub":
-        files = [str(file) for file in sorted(folder.iterdir()) if file.suffix in _OF_A_MODEL and file.is_file()]
-        parts = [[Path(file).name, digest] for file, digest in fingerprints(files).items()]
+        files = fingerprints([str(folder)])
+        parts = [[Path(file).name, digest] for file, digest in files.items() if not file.endswith(".md")]  # its card
     else:
         from affinage.checkpoint import CheckpointStore
 
@@ -375,10 +364,9 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
 
     path, _, step = named.partition("@")
     folder = loaded.beside(path, (section, "resume_from"))
-    steps, is_own = CheckpointStore(folder / "checkpoints").steps(), folder.parent.name == loaded.recipe.name
-    if is_own or not steps or (step and step not in map(str, steps)):
-        what = f"`{named}` is this run itself" if is_own else f"there is no checkpoint `{named}`"
-        listed = ", @".join(map(str, steps)) or "STEP"
+    steps = CheckpointStore(folder / "checkpoints").steps()
+    if folder.parent.name == loaded.recipe.name or not steps or (step and step not in map(str, steps)):
+        what, listed = f"there is no checkpoint `{named}` of another run", ", @".join(map(str, steps)) or "STEP"
         fix = f"Name a training of another run, runs/NAME/{section}, or one of its steps: @{listed}."
         raise UserError(what, where=loaded.locate((section, "resume_from")), fix=fix)
     return folder.resolve(), int(step) if step else steps[-1]

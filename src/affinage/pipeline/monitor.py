@@ -34,10 +34,7 @@ class _Stopped(Exception):
 
 
 class BenchmarkMonitor:
-    """Scores benchmarks while a model is trained, and may end the training; see `affinage.training.trainer.Monitor`.
-
-    Points are stored in the folder of the training.
-    """
+    """Scores benchmarks while a model is trained, and may end the training; see `affinage.training.trainer.Monitor`."""
 
     def __init__(
         self, context: StepContext, settings: TrainSettings, graph: Graph, length: int, system_prompt: str = ""
@@ -126,10 +123,9 @@ class BenchmarkMonitor:
             system_prompt=self._system_prompt,
             compute_dtype=compute_dtype(settings.precision, chip(kind)).name,
         )
-        world = context.inputs.get("synthesize")
-        if world is None and "tokenize" in context.inputs:
-            world = made_from(context.inputs["tokenize"], "synthesize")
-        key, lines = f"{context.step}.monitor.tasks", dict[str, Sequence[dict[str, Any]]]()
+        rows, world = context.inputs.get("tokenize"), context.inputs.get("synthesize")
+        world = world if rows is None else made_from(rows, "synthesize")  # a pretraining reads no world itself
+        lines = dict[str, Sequence[dict[str, Any]]]()
         try:
             results = evaluate(
                 model,
@@ -144,13 +140,11 @@ class BenchmarkMonitor:
             )
         except _Stopped:
             return None
-        except UserError as error:
-            error.where = ", ".join(filter(None, (key, error.where)))
-            raise
         right = {task: items for task in sorted(lines) if (items := right_items(lines[task])) is not None}
         if (len(right) < len(lines) and self.settings.on_regression != "log") or not lines:
             what = f"not all of these have a metric that is right or wrong for an item: {', '.join(_BINARY)}"
-            raise UserError(what, where=key, fix="Choose tasks that have one and are scored by log-likelihood.")
+            fix = "Choose tasks that have one and are scored by log-likelihood."
+            raise UserError(what, where=f"{context.step}.monitor.tasks", fix=fix)
         return {task: entry["metrics"] for task, entry in results["tasks"].items()}, right
 
 

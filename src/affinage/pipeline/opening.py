@@ -18,7 +18,7 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from affinage.checkpoint import CheckpointStore
-from affinage.config.training import LogicalAxis, LoraSettings, MeshAxis, PrecisionSettings
+from affinage.config.training import LoraSettings, PrecisionSettings
 from affinage.data.json_files import write_json
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -28,7 +28,7 @@ from affinage.hardware.devices import acquire
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
 from affinage.model.layer import map_parameters
 from affinage.parallel import serving_layout
-from affinage.parallel.sharding import replicated
+from affinage.parallel.sharding import Lines, replicated
 from affinage.pipeline import models
 from affinage.pipeline.models import KEPT, MODEL, TOKENIZER, Checkpoint, Target
 from affinage.pipeline.store import read_manifest
@@ -40,28 +40,17 @@ from affinage.training.trainer import compute_dtype
 if TYPE_CHECKING:
     from affinage.hub.folder import HubModel
 
-Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
-Table = Mapping[LogicalAxis, tuple[MeshAxis, ...]]  # lines of the sharding table that a recipe has replaced
 _ANY_TEXT = "The quick brown fox, 0123456789; été; привет; 世界\n"
-_RECIPE = """\
+_HEADER = """\
 # Begins with the weights and the tokenizer of {name}, which lie beside this file.
 #
 #   affinage run {file} --set data.sources='[my_text/]'      to train on, on text of yours
 #   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, with an `sft` section
-{settings}
-data:
-  sources: [my_text/]
-  languages: []  # all stay; [en, fr] keeps documents in these
-
-pretrain:
-  steps: 1000
-  batch_size: 8
-  schedule: {{peak_lr: 5.0e-5, min_lr: 5.0e-6, warmup_ratio: 0.05}}
 """
 
 
 def open_model(
-    name: str | Target, runs: Path, *, mesh: Sizes | None = None, sharding: Table | None = None
+    name: str | Target, runs: Path, *, mesh: Mapping[str, int | str] | None = None, sharding: Lines | None = None
 ) -> LoadedModel:
     """Load the model that a name stands for, split over devices along the axes of `mesh`; a copy on each without one.
 
@@ -81,9 +70,8 @@ def open_model(
         def load(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
             return jax.device_put(hub.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
     else:
-        places = [folder / TOKENIZER, models.made_from(folder, "train-tokenizer")]
-        places += [] if target.run is None else [target.run / "train-tokenizer"]  # another version made it
-        tokenizer_folder = next((place for place in places if place is not None and place.is_dir()), None)
+        own = folder / TOKENIZER  # of an import
+        tokenizer_folder = own if own.is_dir() else models.made_from(folder, "train-tokenizer")
         if tokenizer_folder is None:
             raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
         facts, graph = _facts_and_graph(folder)
@@ -148,13 +136,12 @@ def import_model(source: Path, folder: Path, name: str, *, origin: str = "") -> 
     facts["imported"] |= {"sha256": digests} | ({"from": origin} if origin else {})
     write_json(making / MODEL, facts)
     settings = {"name": name, "init_from": ".", "packing": {"seq_len": facts["context"]}, "model": facts["graph"]}
-    settings["export"] = {"dtype": hub.architecture.dtype}
-    recipe = _RECIPE.format(
-        name=name,
-        file=shlex.quote(str(folder / "recipe.yaml")),
-        settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120),
-    )
-    (making / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    schedule = {"peak_lr": 5e-5, "min_lr": 5e-6, "warmup_ratio": 0.05}
+    settings |= {"export": {"dtype": hub.architecture.dtype}, "data": {"sources": ["my_text/"], "languages": []}}
+    settings["pretrain"] = {"steps": 1000, "batch_size": 8, "schedule": schedule}
+    header = _HEADER.format(name=name, file=shlex.quote(str(folder / "recipe.yaml")))
+    written = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    (making / "recipe.yaml").write_text(header + written, encoding="utf-8")
     store = CheckpointStore(making / "checkpoints")
     store.save(0, {"params": jax.tree.map(jnp.asarray, hub.params)}, {"imported": digests["weights"]})
     store.wait()
@@ -170,14 +157,8 @@ def _digest(folder: Path, pattern: str) -> str:
     return digest.hexdigest()
 
 
-# ---- weights ----
-
-
 def initial_params(folder: Path, graph: Graph) -> Callable[[Any], Any]:
-    """A function that loads an imported model's weights as the parameters of `graph`, given with shardings.
-
-    Raises UserError if the graph has other parameters than the model.
-    """
+    """What loads an imported model's weights as parameters of `graph`, given with shardings; UserError for others."""
     graphs = (graph, parse(read_json(folder / MODEL)["graph"]))
     ours, theirs = (flatten_dict(map_parameters(lambda _, one: one.shape, of.parameters), sep=".") for of in graphs)
     if differing := sorted({name for name, _ in ours.items() ^ theirs.items()}):
@@ -226,10 +207,7 @@ def _trained_adapters(
 
 
 def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
-    """The parameters of a checkpoint, or the average of several in float32.
-
-    Without a `step` they are those of the newest checkpoint; of a complete training, those of its last step.
-    """
+    """The parameters of a checkpoint, by default the last or newest one, or the average of several in float32."""
     folder = models.checkpoints_of(training, step)
     store = CheckpointStore(folder)
     if step == "ema":

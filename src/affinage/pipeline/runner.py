@@ -18,10 +18,9 @@ from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.data.json_files import write_json
 from affinage.data.places import is_url
 from affinage.differing import differing
-from affinage.errors import UserError, first_line
+from affinage.errors import UserError
 from affinage.pipeline.models import COMMAND, RECIPE
-from affinage.pipeline.sources import fingerprints, remote_fingerprints
-from affinage.pipeline.step import Step, StepContext, located, print_line
+from affinage.pipeline.step import Step, StepContext, at, fingerprints, located, print_line, remote_fingerprints
 from affinage.pipeline.store import REQUEST, Request, Store, link, read_request
 from affinage.results import RESULT, RESULTS, Result, read_json, versions
 from affinage.stopping import StopSignals
@@ -75,10 +74,7 @@ class ProgressListener:
 
 
 class PipelineRunner:
-    """Plans and runs the steps of one recipe.
-
-    The folder `runs` has one folder `<name>/` for each recipe, with links to its results, and all results in `store/`.
-    """
+    """Plans and runs the steps of one recipe: all results are in `runs`/store/, and linked in the folder of the run."""
 
     def __init__(
         self,
@@ -158,11 +154,43 @@ class PipelineRunner:
 
         Raises UserError also if another process is at the same run.
         """
+        remote, seconds, before = self._remote, dict[str, float](), dict[str, Request]()
         Processes.current.broadcast(_SAME, self._common())
-        try:
-            return self._run(listener)
-        finally:
-            Processes.current.broadcast(_NEXT, None)
+        with contextlib.ExitStack() as at_the_end:
+            at_the_end.callback(Processes.current.broadcast, _NEXT, None)
+            try:
+                at_the_end.enter_context(self.store.lock(f"{self.loaded.recipe.name}.run"))
+            except Timeout:
+                fix = "Wait until it ends, or make another run: --set name=NAME, or --runs FOLDER."
+                raise UserError("another process is at this run", where=str(self.folder), fix=fix) from None
+            steps = self.plan()
+            for planned in reversed(steps):
+                if planned.forced:
+                    self.store.discard(planned.request)
+            self._note(steps)
+            if remote is not None:
+                for planned in steps:
+                    if planned.reason == _COMPLETE and not (remote.failure or remote.is_copied(planned.request)):
+                        remote.put(planned.request)
+                if all(planned.complete for planned in steps):
+                    remote.bring({planned.name: planned.request for planned in steps})
+                    self._note(steps)
+            for planned in steps:
+                if planned.reason != _REMOTE:
+                    with self.store.making(planned.request) as missing:
+                        if missing:
+                            StopSignals.raise_pending()
+                            if remote is not None:
+                                remote.bring(before, () if planned.step.artifact else planned.step.inputs)
+                                self._note(steps)
+                            seconds[planned.name] = self._make(planned, before, listener)
+                    self._link(planned)
+                    if missing and remote is not None:
+                        remote.put(planned.request)
+                before[planned.name] = planned.request
+            if remote is not None and remote.failure:
+                print_line(f"NOT all results were copied to {remote.url}: {remote.failure}; run it again to try")
+        return seconds
 
     def follow(self) -> None:
         """Compute what all processes compute together, as the first one, which calls `run`, announces it."""
@@ -174,19 +202,19 @@ class PipelineRunner:
             raise UserError(what, where=str(self.loaded.path), fix=fix)
         steps = {step.name: step for step in self._all}
         while (work := Processes.current.broadcast(_NEXT, None, seconds=None)) is not None:
-            requests = {name: Request(**fields) for name, fields in work["requests"].items()}
-            request, until = requests[work["step"]], time.monotonic() + _SHOWN_WITHIN
+            request, until = Request(**work["request"]), time.monotonic() + _SHOWN_WITHIN
             context = self._context(request)
-            folder = context.folder
-            while not (folder / REQUEST).is_file() and time.monotonic() < until:
+            while not (context.folder / REQUEST).is_file() and time.monotonic() < until:
                 time.sleep(_POLL)
-            if not (folder / REQUEST).is_file() and self._remote is not None and context.saves_to != folder:
-                self._remote.bring(request.inputs, requests)  # a disk of its own
+            is_there = (context.folder / REQUEST).is_file()
+            if not is_there and self._remote is not None and context.saves_to != context.folder:
+                before = {name: Request(**fields) for name, fields in work["before"].items()}
+                self._remote.bring(before, request.inputs)  # a disk of its own
                 self.store.begin(request, resume=True)
-            if not all((path / REQUEST).is_file() for path in (folder, *context.inputs.values())):
+            if not all((path / REQUEST).is_file() for path in (context.folder, *context.inputs.values())):
                 what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
                 fix = "Give all processes a --runs on a disk that they share, or a gs:// remote; see docs/clusters.md."
-                raise UserError(what, where=str(folder.absolute()), fix=fix)
+                raise UserError(what, where=str(context.folder.absolute()), fix=fix)
             with Processes.current.all_at_work(), located(self.loaded, request.step):
                 steps[request.step].fn(context)
 
@@ -198,58 +226,10 @@ class PipelineRunner:
         inputs = {name: self.store.find(name, key) for name, key in request.inputs.items()}
         return StepContext(self.loaded, self.store.path(request), inputs, self.folder, **shown)
 
-    # ---- the run ----
-
-    def _run(self, listener: ProgressListener) -> dict[str, float]:
-        remote, seconds = self._remote, dict[str, float]()
-        try:
-            lock = self.store.lock(f"{self.loaded.recipe.name}.run").acquire()
-        except Timeout:
-            fix = "Wait until it ends, or make another run: --set name=NAME, or --runs FOLDER."
-            raise UserError("another process is at this run", where=str(self.folder), fix=fix) from None
-        with lock:
-            self.store.sweep()
-            steps = self.plan()
-            for planned in reversed(steps):
-                if planned.forced:
-                    self.store.discard(planned.request)
-            self._note(steps)
-            requests = {planned.name: planned.request for planned in steps}
-            if remote is not None:
-                try:
-                    if all(planned.reason == _COMPLETE for planned in steps):
-                        remote.check_reachable()
-                    for request in requests.values():
-                        if self.store.is_complete(request) and remote.manifest(request) is None:
-                            remote.put(request)
-                except UserError as error:
-                    if not all(planned.reason == _COMPLETE for planned in steps):
-                        raise
-                    remote.failure = first_line(error)  # the server is silent, and nothing is needed from it
-                if all(planned.complete for planned in steps):
-                    remote.bring(list(requests), requests, small=True)
-                    self._note(steps)
-            for planned in steps:
-                if planned.reason == _REMOTE:
-                    continue
-                with self.store.making(planned.request) as missing:
-                    if missing:
-                        StopSignals.raise_pending()
-                        if remote is not None:
-                            small = bool(planned.step.artifact)
-                            remote.bring(planned.step.inputs, requests, small=small)
-                            self._note(steps)
-                        seconds[planned.name] = self._make(planned, requests, listener)
-                self._link(planned)
-                if missing and remote is not None:
-                    remote.put(planned.request)
-            if remote is not None and remote.failure:
-                print_line(f"NOT all results were copied to {remote.url}: {remote.failure}; run it again to try")
-        return seconds
-
-    def _make(self, planned: PlannedStep, requests: Mapping[str, Request], listener: ProgressListener) -> float:
+    def _make(self, planned: PlannedStep, before: Mapping[str, Request], listener: ProgressListener) -> float:
         step, request, store, started = planned.step, planned.request, self.store, time.time()
-        folder = store.begin(request, resume=step.resumable)
+        is_half_made = read_request(store.path(request)) is not None  # and is not what is left of a deleted one
+        folder = store.begin(request, resume=step.resumable and is_half_made)
 
         def on_metrics(row: Mapping[str, Any]) -> None:
             self._link(planned)  # users look at a training while it runs; one that is refused leaves the run as it was
@@ -264,15 +244,13 @@ class PipelineRunner:
                 if self._remote is not None and step.has_progress:
                     self._remote.resume(request, forced=planned.forced)
                 if step.distributed:
-                    work = {"step": step.name, "requests": {name: asdict(each) for name, each in requests.items()}}
+                    work = {"request": asdict(request), "before": {name: asdict(each) for name, each in before.items()}}
                     Processes.current.broadcast(_NEXT, work)
                     together.enter_context(Processes.current.all_at_work())
                 summary = step.fn(self._context(request, progress=progress, on_metrics=on_metrics))
             seconds = store.finish(request, summary, started=started)
         listener.on_end(planned, RESULTS.get(step.name, Result).model_validate(read_json(folder / RESULT)), seconds)
         return seconds
-
-    # ---- the folder of the run ----
 
     def _link(self, planned: PlannedStep) -> None:
         """Link a result in the run's folder, and remove the links to what was made from another result of its step."""
@@ -301,9 +279,6 @@ class PipelineRunner:
                 entry.unlink()
 
 
-# ---- sweeps ----
-
-
 def points(recipe: str, overrides: Sequence[str]) -> list[tuple[dict[str, Any], LoadedRecipe]]:
     """The points of a recipe's `sweep`, the last setting varying fastest: the settings of each, and its recipe."""
     loaded = load_recipe(recipe, overrides)
@@ -314,10 +289,7 @@ def points(recipe: str, overrides: Sequence[str]) -> list[tuple[dict[str, Any], 
     for number, values in enumerate(itertools.product(*grid.values()), 1):
         settings = dict(zip(grid, values))
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        try:
+        with at(loaded, "sweep"):
             point = load_recipe(recipe, [*overrides, *words, f"name={loaded.recipe.name}-{number:03}"])
-        except UserError as error:
-            error.where = loaded.locate(("sweep",))
-            raise
         made.append((settings, replace(point, recipe=point.recipe.model_copy(update={"sweep": {}}))))
     return made

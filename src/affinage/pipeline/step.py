@@ -1,21 +1,29 @@
-"""A pipeline step: a function, the settings that decide its result, and what it reads."""
+"""A pipeline step: a function, the settings that decide its result, and what it reads, known by fingerprints."""
 
 import contextlib
+import glob
+import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import rich
+import yaml
 
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
-from affinage.errors import UserError
+from affinage.data.places import is_url
+from affinage.errors import UserError, UserWarned, first_line
 
+_WHOLE = 16_000_000  # bytes: a larger file is known by its size, time and a sample
+_BLOCKS, _BLOCK = 64, 65_536  # number of blocks, and bytes of each
 _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 Summary = dict[str, Any]  # JSON-able facts about a result, which become its `result.json`
 
@@ -105,7 +113,8 @@ def at(loaded: LoadedRecipe, *key: str | int) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(error.what, where=loaded.locate(key), fix=error.fix) from error
+        error.where = loaded.locate(key)
+        raise
 
 
 def check_exists(loaded: LoadedRecipe, path: str, *key: str | int) -> None:
@@ -118,3 +127,72 @@ def check_exists(loaded: LoadedRecipe, path: str, *key: str | int) -> None:
 def print_line(line: str) -> None:
     """Print a line of plain text for people, whatever is in it."""
     rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def fingerprints(paths: Iterable[str]) -> dict[str, str]:
+    """Fingerprint each local file that `paths` name: a file, a folder (all files in it but hidden ones), or a glob.
+
+    The fingerprint is the hash of the content; of files above 16 MB it is the size, the time of change and the hash of
+    64 blocks. Returns {path of the file: fingerprint}, without URLs and what does not exist.
+    """
+    files = [file for path in paths if path != POCKET_WORLD and not is_url(path) for file in _files(path)]
+    # Bytes in a name that are not UTF-8, as old archives have them, are spelled: two names must not become one.
+    return {os.fsencode(file).decode("utf-8", "backslashreplace"): _fingerprint(file) for file in files}
+
+
+def _fingerprint(file: Path) -> str:
+    status = file.stat()
+    with file.open("rb") as opened:
+        if status.st_size <= _WHOLE:
+            return hashlib.file_digest(opened, "sha256").hexdigest()[:32]
+        digest = hashlib.sha256()
+        for number in range(_BLOCKS):
+            opened.seek(number * (status.st_size - _BLOCK) // (_BLOCKS - 1))
+            digest.update(opened.read(_BLOCK))
+    return f"{status.st_size} bytes, changed at {status.st_mtime_ns}, {digest.hexdigest()[:32]}"
+
+
+def _files(path: str) -> Iterator[Path]:
+    place = os.path.expanduser(path.removeprefix("file://").removeprefix("local://"))
+    for match in map(Path, [place] if os.path.exists(place) else sorted(glob.glob(place, recursive=True))):
+        for file in sorted(match.rglob("*")) if match.is_dir() else [match]:
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(match).parts):
+                yield file
+
+
+def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> dict[str, str]:
+    """The versions of those of the paths that are URLs, as their servers give them: the ETag, else the time of change.
+
+    If a server gives none, or does not answer, the fingerprint that was taken before stays, with a warning.
+    """
+    if not (urls := list(filter(is_url, paths))):
+        return {}
+    from affinage.data.files import version_of
+
+    def check(url: str) -> str:
+        try:
+            if version := version_of(url):
+                return version
+            reason = "the server gives no version"
+        except Exception as error:  # each library has its own
+            reason = first_line(error.__cause__ or error)
+        warnings.warn(f"cannot check whether {url} has changed: {reason}", UserWarned, stacklevel=2)
+        return former.get(url, "not checked")
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return dict(zip(urls, pool.map(check, urls), strict=True))
+
+
+def task_files(paths: Iterable[str]) -> list[str]:
+    """Task files and folders with the data files and templates they name: all that their benchmarks are made of."""
+    files = []
+    for path in paths:
+        place = Path(os.path.expanduser(path))
+        files.append(path)
+        for file in [*place.rglob("*.yaml"), *place.rglob("*.yml")] if place.is_dir() else [place]:
+            with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):  # raised where it is read
+                task = yaml.safe_load(file.read_text(encoding="utf-8"))
+                data = (task.get("dataset_kwargs") or {}).get("data_files") or []
+                for group in [*(data.values() if isinstance(data, dict) else [data]), task.get("include") or []]:
+                    files += [str(file.parent / name) for name in ([group] if isinstance(group, str) else group)]
+    return list(dict.fromkeys(files))

@@ -1,11 +1,13 @@
 """The steps from sources to packed tokens, of documents, conversations and preference pairs, and their checks."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
-from affinage.config.data import DataSettings
+from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings
 from affinage.config.load import LoadedRecipe
+from affinage.config.recipe import Recipe
 from affinage.config.training import TuningSettings
 from affinage.data import ingest
 from affinage.data.conversations import check_source
@@ -35,45 +37,44 @@ def synthesize(context: StepContext, size: int) -> Summary:
     return write_world(context.folder, megabytes=size / 1e6, seed=context.recipe.seed)
 
 
-def ingest_step(context: StepContext) -> Summary:
+def ingest_step(context: StepContext, data: DataSettings) -> Summary:
     """Read every source into one form."""
-    return _pooled(context, ingest.ingest, _settings(context), context.folder, context.inputs.get("synthesize"))
+    return _pooled(context, ingest.ingest, data, context.folder, context.inputs.get("synthesize"))
 
 
-def filter_step(context: StepContext) -> Summary:
+def _of_documents(work: Callable[..., Summary], context: StepContext, **settings: Any) -> Summary:
+    """Call a function that makes documents of documents, with settings of the recipe."""
+    [documents] = context.inputs.values()
+    return _pooled(context, work, documents, context.folder, **settings)
+
+
+split_step = partial(_of_documents, split)
+
+
+def filter_step(context: StepContext, data: DataSettings) -> Summary:
     """Remove what is no document in one of the recipe's languages."""
-    settings = _settings(context)
-    return _of_documents(context, filter_documents, settings.filters, settings.languages)
+    return _of_documents(filter_documents, context, settings=data.filters, languages=data.languages)
 
 
-def dedup_step(context: StepContext) -> Summary:
+def dedup_step(context: StepContext, settings: DedupSettings) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
-    settings = _settings(context).dedup
-    assert settings is not None
     against = released_folder(settings.against, context.run_folder.parent) if settings.against else None
-    return _of_documents(context, dedup, settings, against=against)
+    return _of_documents(dedup, context, settings=settings, against=against)
 
 
-def decontaminate_step(context: StepContext) -> Summary:
+def decontaminate_step(context: StepContext, settings: DecontaminateSettings) -> Summary:
     """Remove documents that hold an item of a benchmark."""
-    return _of_documents(context, decontaminate, _settings(context).decontaminate, _benchmark_items(context))
+    return _of_documents(decontaminate, context, settings=settings, items=_benchmark_items(context.recipe, settings))
 
 
-def split_step(context: StepContext) -> Summary:
-    """Set aside the documents that are never trained on."""
-    return _of_documents(context, split, _settings(context).split, context.recipe.seed)
-
-
-def tokenizer_step(context: StepContext) -> Summary:
+def tokenizer_step(context: StepContext, languages: Sequence[str]) -> Summary:
     """Train the tokenizer on the training documents."""
-    recipe, languages = context.recipe, _settings(context).languages
+    recipe = context.recipe
     return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
 
 
-def base_tokenizer(context: StepContext) -> Summary:
-    """Take the tokenizer of the model that the recipe begins with."""
-    folder = initial_folder(context.loaded)
-    assert folder is not None
+def base_tokenizer(context: StepContext, folder: Path) -> Summary:
+    """Take the tokenizer of the imported model that the recipe begins with."""
     tokenizer = Tokenizer(folder / TOKENIZER)
     tokenizer.write(context.folder)
     facts = {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary}
@@ -90,7 +91,7 @@ def tuning_data(context: StepContext, section: str) -> Summary:
     """Write conversations (`sft`) or pairs of answers (`dpo`) as token shards, with masks of the trained tokens."""
     recipe, tuning = context.recipe, getattr(context.recipe, section)
     settings = recipe.data.decontaminate if recipe.data is not None else None
-    items, path = _benchmark_items(context) if settings else [], context.folder / "benchmark-items.json"
+    items, path = _benchmark_items(recipe, settings) if settings else [], context.folder / "benchmark-items.json"
     searched = settings is not None and items and write_items(path, items, settings)
     summary = _pooled(
         context,
@@ -105,28 +106,21 @@ def tuning_data(context: StepContext, section: str) -> Summary:
         searched=searched or None,
     )
     path.unlink(missing_ok=True)
-    print_counts(summary, "pairs" if section == "dpo" else "conversations")
+    if counts := [f"{summary[key]:,} {key.replace('_', ' ')}" for key in _COUNTS if summary.get(key)]:
+        things = "pairs" if section == "dpo" else "conversations"
+        print_line(f"{things}: {', '.join(counts)}, of {summary.get('used', summary['conversations']):,}")
     return summary
 
 
-def print_counts(summary: Summary, things: str) -> None:
-    """Print how many conversations or pairs were cut, left out, or written in another way."""
-    counts = [f"{summary[key]:,} {key.replace('_', ' ')}" for key in _COUNTS if summary.get(key)]
-    if counts:
-        print_line(f"{things}: {', '.join(counts)}, of {summary.get('used', summary['conversations']):,}")
-
-
-def _benchmark_items(context: StepContext) -> list[BenchmarkItem]:
+def _benchmark_items(recipe: Recipe, settings: DecontaminateSettings) -> list[BenchmarkItem]:
     """The items that text must not hold."""
-    settings, evaluated = _settings(context).decontaminate, context.recipe.evaluate
-    assert settings is not None
     items = [item for path in settings.benchmark_files for item in read_items(path)]
-    tasks = [task for task in evaluated.tasks if not of_pocket_world(task)] if evaluated is not None else []
-    if settings.benchmarks and evaluated is not None and tasks:
+    tasks = [task for task in recipe.evaluate.tasks if not of_pocket_world(task)] if recipe.evaluate else []
+    if settings.benchmarks and recipe.evaluate and tasks:
         from affinage.evaluation.harness import load_tasks, quiet  # seconds
 
         with quiet():
-            items += items_of(load_tasks(find_tasks(tasks, evaluated.data_dir)[0]))
+            items += items_of(load_tasks(find_tasks(tasks, recipe.evaluate.data_dir)[0]))
     return items
 
 
@@ -143,36 +137,22 @@ def _pooled(context: StepContext, work: Callable[..., Summary], *arguments: Any,
         return work(*arguments, executor=executor, **settings)
 
 
-def _of_documents(context: StepContext, work: Callable[..., Summary], *arguments: Any, **settings: Any) -> Summary:
-    """The same for a step from documents to documents, which reads one result and no more."""
-    [documents] = context.inputs.values()
-    return _pooled(context, work, documents, context.folder, *arguments, **settings)
-
-
-def _settings(context: StepContext) -> DataSettings:
-    assert context.recipe.data is not None
-    return context.recipe.data
-
-
 # ---- what can be known to fail before the first step runs ----
 
 
-def check_ingest(loaded: LoadedRecipe) -> None:
+def check_ingest(loaded: LoadedRecipe, data: DataSettings) -> None:
     """The sources are there."""
-    assert loaded.recipe.data is not None
-    for index, source in enumerate(loaded.recipe.data.sources):
+    for index, source in enumerate(data.sources):
         with at(loaded, "data", "sources", index):
-            ingest.check(source, loaded.recipe.data)
+            ingest.check(source, data)
 
 
-def check_filter(loaded: LoadedRecipe) -> None:
+def check_filter(loaded: LoadedRecipe, data: DataSettings) -> None:
     """Language identification knows the languages of the recipe."""
-    settings = loaded.recipe.data
-    assert settings is not None
-    languages = enumerate(settings.languages if settings.filters.language_threshold else ())
+    languages = enumerate(data.languages if data.filters.language_threshold else ())
     written: dict[tuple[str | int, ...], str] = {("data", "languages", at): language for at, language in languages}
-    for index, source in enumerate(settings.sources):
-        if source.language and source.kind != "code" and source.language not in settings.languages:
+    for index, source in enumerate(data.sources):
+        if source.language and source.kind != "code" and source.language not in data.languages:
             written["data", "sources", index, "language"] = source.language
     for key, language in written.items():
         if language not in known_languages():
@@ -180,21 +160,19 @@ def check_filter(loaded: LoadedRecipe) -> None:
             raise UserError(f"language id does not know `{language}`", where=loaded.locate(key), fix=fix)
 
 
-def check_decontaminate(loaded: LoadedRecipe) -> None:
+def check_decontaminate(loaded: LoadedRecipe, settings: DecontaminateSettings) -> None:
     """What `benchmark_files` names are files of items; and the benchmarks of the evaluation exist."""
-    recipe = loaded.recipe
-    assert recipe.data is not None and recipe.data.decontaminate is not None
-    for index, path in enumerate(recipe.data.decontaminate.benchmark_files):
+    for index, path in enumerate(settings.benchmark_files):
         key = ("data", "decontaminate", "benchmark_files", index)
         check_exists(loaded, path, *key)
         kind_of_items(path, loaded.locate(key))
-    if recipe.data.decontaminate.benchmarks and recipe.evaluate is not None:
+    if settings.benchmarks and loaded.recipe.evaluate is not None:
         check_benchmarks(loaded, ("evaluate",))
 
 
 def check_benchmarks(loaded: LoadedRecipe, section: tuple[str, ...]) -> None:
     """The benchmarks of an evaluation or a monitor, whose settings are in a section of the recipe, exist."""
-    settings: Any = functools.reduce(getattr, section, loaded.recipe)
+    settings: Any = reduce(getattr, section, loaded.recipe)
     if settings.data_dir is not None:
         check_exists(loaded, settings.data_dir, *section, "data_dir")
     for index, task in enumerate(settings.tasks):
@@ -206,15 +184,10 @@ def check_benchmarks(loaded: LoadedRecipe, section: tuple[str, ...]) -> None:
 
 
 def check_tuning_data(loaded: LoadedRecipe, section: str) -> None:
-    """The conversations are there, and a template that the imported tokenizer, if there is one, has the tokens of."""
+    """The conversations are there, and their template."""
     tuning: TuningSettings = getattr(loaded.recipe, section)
     for index in range(len(tuning.sources)):
         with at(loaded, section, "sources", index):
             check_source(tuning, index)
     folder = initial_folder(loaded)
-    template = chat_template_of(loaded, None if folder is None else folder / TOKENIZER)
-    if folder is not None:
-        with at(loaded, "init_from"):
-            tokenizer = Tokenizer(folder / TOKENIZER)
-            tokenizer.use_template(template)
-            _ = tokenizer.conversation_marks
+    chat_template_of(loaded, None if folder is None else folder / TOKENIZER)

@@ -1,7 +1,5 @@
 """The steps that evaluate and export the models of trainings, and their checks."""
 
-import importlib.util
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pyarrow as pa
 from affinage.cluster.processes import Processes
 from affinage.config.data import DecontaminateSettings
 from affinage.config.load import LoadedRecipe
+from affinage.config.recipe import EvaluateSettings, ExportSettings
 from affinage.data.chat import encode_prompt
 from affinage.data.decontaminate import BenchmarkItem, Contamination, ItemIndex, contamination, texts_of_rows
 from affinage.data.documents import read_documents
@@ -21,7 +20,6 @@ from affinage.generation.engine import LoadedModel, generate
 from affinage.generation.sampling import SamplingParams
 from affinage.hub.families import family_of
 from affinage.hub.folder import export as write_hub_folder
-from affinage.hub.verify import verify
 from affinage.model import parse
 from affinage.pipeline.models import TRAININGS, Target, license_of, made_from
 from affinage.pipeline.opening import open_model
@@ -31,16 +29,14 @@ from affinage.report.page import card_facts
 
 _ANSWERS = "answers.db"  # of an evaluation that is not complete yet
 _SAMPLE_TOKENS = 64  # of each answer to a prompt or question of the report
-_VERIFIED = 10  # validation documents of each source and language that `verify` compares
 
 
-def evaluate(context: StepContext, training: str) -> Summary:
+def evaluate(context: StepContext, training: str, settings: EvaluateSettings) -> Summary:
     """Evaluate the model of a training."""
     from affinage.evaluation import run  # imports the harness, which takes seconds
 
     recipe, inputs = context.recipe, context.inputs
-    settings, decontaminate = recipe.evaluate, recipe.data.decontaminate if recipe.data else None
-    assert settings is not None
+    decontaminate = recipe.data.decontaminate if recipe.data else None
     model = _trained(context, training, f"{recipe.name}/{training}")
     unlearned = settings.apply_chat_template is True and not run.has_chat_template(model)
     results = run.evaluate(
@@ -78,20 +74,14 @@ def _answers(model: LoadedModel, prompts: Sequence[str]) -> list[str]:
     return [answer.text for answer in generate(model, rows, SamplingParams(max_new_tokens=_SAMPLE_TOKENS))]
 
 
-def export(context: StepContext) -> Summary:
+def export(context: StepContext, settings: ExportSettings) -> Summary:
     """Write the Hugging Face folder of the last model into `model/`."""
-    settings, inputs, folder = context.recipe.export, context.inputs, context.folder / "model"
-    assert settings is not None
+    inputs, folder = context.inputs, context.folder / "model"
     training = next(name for name in TRAININGS if name in inputs)
     model = _trained(context, training, context.recipe.name)
     license = settings.license or license_of(inputs[training])
     facts = card_facts(collect_facts(context.run_folder, inputs), license)
-    summary = write_hub_folder(model, folder, facts=facts, dtype=settings.dtype)
-    if settings.verify:
-        context.progress("comparing with transformers")
-        texts = [text for group in validation_texts(inputs.get("split"), _VERIFIED).values() for text in group]
-        summary["verified"] = verify(folder, model, texts)
-    return summary
+    return write_hub_folder(model, folder, facts=facts, dtype=settings.dtype)
 
 
 def _trained(context: StepContext, training: str, name: str) -> LoadedModel:
@@ -102,37 +92,17 @@ def _trained(context: StepContext, training: str, name: str) -> LoadedModel:
     return open_model(target, context.run_folder.parent, mesh=mesh, sharding=context.recipe.parallel.sharding)
 
 
-def validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
-    """Documents that were never trained on, per source and language, at most `most`; none without any text."""
-    texts: dict[str, list[str]] = defaultdict(list)
-    folder = None if split is None else split / "validation"
-    for batch in read_documents(folder) if folder is not None and folder.is_dir() else ():
-        for document in batch.to_pylist():
-            group = texts[f"{document['source']}.{document['language']}"]
-            if most is None or len(group) < most:
-                group.append(document["text"])
-    return dict(texts)
-
-
 def check_export(loaded: LoadedRecipe) -> None:
-    """transformers has such a model, and is installed if the export is to be compared with it."""
-    recipe = loaded.recipe
-    assert recipe.export is not None
-    if recipe.export.verify and not importlib.util.find_spec("torch"):
-        fix = "Install it: pip install 'affinage[verify]'"
-        raise UserError("the package `torch` is not installed", where=loaded.locate(("export", "verify")), fix=fix)
+    """transformers has such a model."""
     try:
-        family_of(parse(recipe.model, loaded.locate, vocabulary=recipe.tokenizer.vocab_size))
+        family_of(parse(loaded.recipe.model, loaded.locate, vocabulary=loaded.recipe.tokenizer.vocab_size))
     except UserError as error:
         fix = "Set `export: null`: everything else works with it, as a MODEL too."
         raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error
 
 
 def contamination_search(training: Path, settings: DecontaminateSettings | None = None) -> Search | None:
-    """What finds items in the documents and conversations of a training and of those before it; None if there are none.
-
-    `settings` decide what is a match; by default they are those of decontamination.
-    """
+    """What finds items, as `settings` say, in all texts that a model was trained on; None if there are none here."""
     split, tokenizer = made_from(training, "split"), made_from(training, "train-tokenizer")
     tuned = [made_from(training, step) for step in ("sft-data", "preference-data")]
     chats = [(chat / "train", tokenizer) for chat in tuned if chat is not None and tokenizer is not None]

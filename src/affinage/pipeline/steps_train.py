@@ -81,11 +81,9 @@ def train_step(context: StepContext) -> Summary:
     return summary if settings.steps == requested.steps or summary["ended"] else summary | {"ended": "epochs"}
 
 
-def ref_logprobs(context: StepContext) -> Summary:
+def ref_logprobs(context: StepContext, settings: DpoSettings) -> Summary:
     """Compute the log-probability that the model gives every answer before it learns from them."""
-    rows = context.inputs["preference-data"]
-    assert context.recipe.dpo is not None
-    settings = context.recipe.dpo.model_copy(update={"lora": None})
+    rows, settings = context.inputs["preference-data"], settings.model_copy(update={"lora": None})
     feed, _ = _token_rows(context, settings, rows)
     job = _job(context, _graph_of(context), settings, feed)
     counts: dict[str, dict[str, int]] = {"train": {}, "validation": {}}
@@ -186,17 +184,16 @@ def within_epochs(
         if (advice := repetition(max(feed.epochs(settings.steps).values()))) and Processes.current.first:
             warnings.warn(f"{where} {advice}", UserWarned, stacklevel=2)
         return settings
-    if settings.num_epochs is None:
-        return settings
     # The last step after which no source was read more often.
-    read = bisect.bisect(range(1, settings.steps + 1), settings.num_epochs, key=lambda n: max(feed.epochs(n).values()))
-    steps, schedule = max(read, 1), settings.schedule
+    most, possible = settings.num_epochs or float("inf"), range(1, settings.steps + 1)
+    steps = max(1, bisect.bisect(possible, most, key=lambda step: max(feed.epochs(step).values())))
+    schedule = settings.schedule
     if steps == settings.steps:
         return settings
     if schedule.warmup_steps > steps:
         schedule = schedule.model_copy(update={"warmup_steps": steps // 10})
     if Processes.current.first:
-        print_line(f"{where}: ends at step {steps:,} of {settings.steps:,}, after num_epochs: {settings.num_epochs:g}")
+        print_line(f"{where}: ends at step {steps:,} of {settings.steps:,}, after num_epochs: {most:g}")
     return settings.model_copy(update={"steps": steps, "schedule": schedule})
 
 
@@ -210,6 +207,9 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with located(loaded, name):
         trackers_of(recipe.runtime.trackers)
+        step, before = getattr(settings, "from_step", None), recipe.trainings[: recipe.trainings.index(name)]
+        if step is not None and before and step > (last := getattr(recipe, before[-1]).steps):
+            raise UserError(f"{before[-1]} has no step {step}", where="from_step", fix=f"Its last step is {last}.")
         if folder is not None:
             initial_params(folder, graph)
         elif recipe.tokenizer.kind == "bpe":

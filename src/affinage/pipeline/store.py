@@ -2,24 +2,25 @@
 
 Of a result `<step>-<key>/`, `request.json` holds what it is made from, and `result.json` what the step reports about
 it. `manifest.json` is written last and holds the size and hash of every file: after a kill or a loss of power at any
-moment, a folder with a manifest holds all files that it names, and one without is never read as a result. A result is
-deleted by one rename first, so that a half-deleted one cannot be mistaken for a half-made one.
+moment, a folder with a manifest holds all files that it names, and one without is never read as a result. When a result
+is deleted, these files go first, so that what a kill leaves of it is not mistaken for one that is half made.
 """
 
 import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from filelock import FileLock, Timeout
+from pydantic import StringConstraints
+from pydantic.dataclasses import dataclass
 
 from affinage.data.json_files import write_json
 from affinage.errors import UserError
@@ -27,19 +28,20 @@ from affinage.pipeline.step import print_line
 from affinage.results import MANIFEST, RESULT, read_json, versions
 
 REQUEST = "request.json"
+COPIED = "copied.txt"  # of a complete result: the URL where a copy of it is
 FORMAT = 3  # of the folders and keys; with another one, every result is made again
 _POLL = 0.5  # seconds, while another process makes a result
-_NAME = re.compile(r"[\w-]+")
+Name = Annotated[str, StringConstraints(pattern=r"^[\w-]+$")]  # becomes the name of a folder
 
 
 @dataclass(frozen=True)
 class Request:
     """What a result is a function of."""
 
-    step: str
+    step: Name
     version: int  # of the step's code
     settings: dict[str, Any]  # the part of the recipe that decides the result, under the recipe's own keys
-    inputs: dict[str, str]  # step -> key of the result that is read
+    inputs: dict[Name, Name]  # step -> key of the result that is read
     sources: dict[str, str]  # files from outside that are read -> fingerprint
 
     @cached_property
@@ -87,10 +89,7 @@ class Store:
 
     @contextlib.contextmanager
     def making(self, request: Request) -> Iterator[bool]:
-        """Inside, a missing result is this process's to make. Yields whether it is missing.
-
-        While another process makes it, this one waits and prints that.
-        """
+        """Wait until no other process makes a result; inside it is this one's to make. Yields whether it is missing."""
         if self.is_complete(request):
             yield False
             return
@@ -109,7 +108,8 @@ class Store:
         if not resume:
             self.discard(request)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).unlink(missing_ok=True)
+        for name in (MANIFEST, COPIED):
+            (folder / name).unlink(missing_ok=True)
         write_json(folder / REQUEST, asdict(request) | {"key": request.key})
         return folder
 
@@ -117,9 +117,9 @@ class Store:
         """Remove a result, complete or not."""
         folder = self.path(request)
         if folder.exists():
-            doomed = self.folder / f".discarded-{folder.name}-{time.time_ns()}"
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)  # another process may be sweeping
+            for name in (MANIFEST, REQUEST):
+                (folder / name).unlink(missing_ok=True)
+            shutil.rmtree(folder)
 
     def finish(self, request: Request, summary: dict[str, Any], *, started: float) -> float:
         """Write `result.json` with the summary, and then the manifest, which makes the folder a result.
@@ -144,11 +144,6 @@ class Store:
         write_json(folder / MANIFEST, {"format": FORMAT, **asdict(request), "key": request.key, **made})
         return seconds
 
-    def sweep(self) -> None:
-        """Remove what killed processes have left of discarded results."""
-        for doomed in self.folder.glob(".discarded-*"):
-            shutil.rmtree(doomed, ignore_errors=True)
-
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Returns the manifest of a complete result, or None."""
@@ -160,13 +155,10 @@ def read_request(folder: Path) -> Request | None:
 
     Names in it become names of folders, so a file with others, which a stranger may have written, is not read.
     """
-    value = read_json(folder / REQUEST)
     try:
-        request = Request(**{field.name: value[field.name] for field in fields(Request)})
-        names = [request.step, *request.inputs.keys(), *request.inputs.values()]
-        return request if all(map(_NAME.fullmatch, names)) else None
-    except (KeyError, TypeError, AttributeError):
-        return None  # of another version
+        return Request(**read_json(folder / REQUEST))
+    except ValueError:  # of another version
+        return None
 
 
 def content_hash(result: Path, under: str) -> str:

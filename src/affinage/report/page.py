@@ -51,7 +51,9 @@ def write_report(run_folder: Path, out: Path, language: str | None = None) -> di
 
 
 def write_page(page: str, out: Path) -> int:
-    """Write a page, whole or not at all. Returns its bytes."""
+    """Write a page, whole or not at all. Returns its bytes. Raises UserError for the path of a folder."""
+    if out.is_dir():
+        raise UserError("this is a folder", where=str(out), fix="Name a file, such as page.html.")
     content = page.encode(errors="replace")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, content)

@@ -61,7 +61,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         logger = stack.enter_context(MetricLogger(trainer, goodput, start, console))
         own_folder = job.folder if processes.first else None
         monitor = HealthMonitor(job.settings.health, own_folder, start, meta.get("health", {}), console.say)
-        profiler = Profiler(job.runtime.profiled, job.folder)
+        profiler = Profiler(job.runtime.profile, job.folder)
         stack.callback(profiler.end)
         if start:
             console.say(f"resuming from checkpoint {start:,}")

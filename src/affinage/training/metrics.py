@@ -335,10 +335,10 @@ def _validation_rises(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 class Profiler:
-    """Traces `steps`, first and last, into `profile/`, for TensorBoard and Perfetto; of several processes each one."""
+    """Traces from one of two `steps` to the other into `profile/`, for TensorBoard and Perfetto; each process one."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
-        self._first, self._last = steps or (0, 0)
+        self._first, self._last = sorted(steps or (0, 0))
         processes = Processes.current
         self._folder = folder / "profile" / (f"process-{processes.index}" if processes.count > 1 else "")
         self._running = False

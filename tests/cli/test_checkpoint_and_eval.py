@@ -1,0 +1,89 @@
+"""`checkpoint` and `eval`: what a script and a person learn, and what is not passed off as something else."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+from affinage.checkpoint.metadata import METADATA
+from affinage.pipeline.models import resolve, results_folder
+from benchmark_fixtures import write_items
+from choice_task import sums, write_task
+
+
+@contextmanager
+def rotten(path):
+    """Inside, a bit near its end is another."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    yield
+    path.write_bytes(whole)
+
+
+def test_steps_their_arrays_and_facts_are_shown_and_what_is_corrupted_is_named(affinage, own_runs):
+    def said(*words: str):
+        status, out, error = affinage("checkpoint", *words, "--runs", str(own_runs), "--json")
+        return status, json.loads(out) if out else None, error
+
+    checkpoints = own_runs / "tiny" / "pretrain" / "checkpoints"
+    (checkpoints / "99").mkdir()
+    status, found, _ = said("ls", "tiny/pretrain")
+    steps = [(each["step"], bool(each["why_not"])) for each in found]
+    assert status == 0 and steps == [(18, False), (20, False), (99, True)]
+    assert all(each["bytes"] > 0 and each["saved"] for each in found[:2])
+    _, newest, _ = said("show", "tiny/pretrain")
+    assert newest["step"] == 20 and newest["identity"]["schedule"]["peak_lr"] == 3e-3
+    assert newest["arrays"]["params.embed.embedding"].startswith("float32 [")
+    status, _, error = said("show", "tiny/pretrain@9")
+    assert status == 2 and "@18, @20" in error
+
+    status, found, _ = said("verify", "tiny/pretrain")
+    assert status == 0 and [(each["step"], each["corruption"]) for each in found] == [(18, None), (20, None)]
+    with rotten(next(iter((checkpoints / "18" / "params").glob("d/*")))):
+        status, found, error = said("verify", "tiny/pretrain")
+        assert status == 2 and "1 of 2" in error and [each["step"] for each in found if each["corruption"]] == [18]
+        assert [said("verify", f"tiny/pretrain@{step}")[0] for step in (18, 20)] == [2, 0]
+    with rotten(checkpoints / "18" / METADATA):
+        status, _, error = said("show", "tiny/pretrain@18")
+        assert status == 2 and METADATA in error
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_tasks_for_chat_models_and_those_asked_in_the_template_are_named(own_runs: Path, monkeypatch, affinage):
+    monkeypatch.chdir(own_runs.parent)
+    plain, talk = (write_task(Path(name), name, sums(2)) for name in ("plain", "talk"))
+    talk.write_text(talk.read_text() + "tag: chat\n")
+
+    def told(model: str) -> str:
+        status, out, said = affinage("eval", model, "--tasks", f"{plain},{talk}")
+        assert status == 0, said
+        return flat(out)
+
+    assert "so left out: talk" in (base := told("tiny/pretrain")) and "Asked in" not in base
+    assert "in the chat template: talk" in (chat := told("tiny")) and "left out" not in chat
+
+
+def test_cut_items_and_items_in_the_text_are_reported(own_runs: Path, monkeypatch, affinage, answer):
+    monkeypatch.chdir(own_runs.parent)
+    items = sums(3)
+    items[1]["question"] *= 40
+    items[2]["question"] = answer("data", "head", "tiny", "--part", "train", "--limit", "1")[0]["text"][:300]
+    task, piqa = write_task(Path("task"), "plain", items), str(write_items(Path("items"), ["piqa"], copies=2))
+    status, out, said = affinage("eval", "tiny/pretrain", "--tasks", f"{task},piqa", "--data-dir", piqa)
+    assert status == 0, said
+    assert "longer than the context of 64 tokens" in flat(out) and "2 of plain" in flat(out)
+    assert "plain 3 1 acc" in flat(out) and "without them" in out
+
+
+def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):
+    model, runs, found = tmp_path / "model", tmp_path / "runs", []
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
+        (model / name).write_text(name)
+    for name in ("", "README.md", "model.safetensors", "tokenizer.json"):
+        if name:
+            (model / name).write_text("another")
+        found.append(results_folder(resolve(str(model), runs), runs))
+    assert found[0] == found[1] and len(set(found)) == 3
