@@ -60,7 +60,7 @@ MISTAKES = [
     (ONE, ONE + "base: none.yaml\n", 2, "base: none.yaml | `r.yaml`"),
     (ONE, ONE + "base: r.yaml\n", 2, "r.yaml -> r.yaml"),
     (ONE, ONE + "runtime:\n  profile: 20-25\n", 3, "`runtime.profile` | a list"),
-    (ONE, ONE + "runtime:\n  profile: [20, 10]\n", 3, "`runtime.profile` | a first and a last step | [20, 25]"),
+    (ONE, ONE + "runtime:\n  profile: [0, 10]\n", 3, "`runtime.profile.0` | greater than 0"),
     (ONE, "name: !!python/name:os.system x\n", 1, "not allowed"),
     (SCHEDULE, "  schedule: x", 12, "pretrain.schedule | `x` | name, peak_lr"),
     ("  batch_size: 8", "\tbatch_size: 8", 11, "not valid YAML | tabs"),

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
 from affinage.config.settings import Settings
@@ -89,15 +89,8 @@ class RuntimeSettings(Settings):
     """tensorboard, wandb, trackio, mlflow, or one of a plug-in, each with its options; a list takes the defaults."""
     remote: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^?#]+$")] | None = None
     """URL of a folder (s3://, gs://) that results and checkpoints are copied to, and resumed from on other machines."""
-    profile: tuple[int, int] | None = None
-    """Two steps: a trace from the one to the other is written for TensorBoard and Perfetto, such as [20, 25]."""
-
-    @field_validator("profile")
-    @classmethod
-    def _first_and_last(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
-        if steps is not None and not 1 <= steps[0] <= steps[1]:
-            raise ValueError(f"{[*steps]} must be a first and a last step, from 1 on, such as [20, 25]")
-        return steps
+    profile: tuple[PositiveInt, PositiveInt] | None = None
+    """Two steps, in either order: a trace from the one to the other is written for TensorBoard and Perfetto."""
 
 
 class CheckpointClaim(Settings):
