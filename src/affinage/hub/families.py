@@ -196,8 +196,7 @@ class FamilySpec:
                 what = f"the tensor {each.name!r} has the shape {list(tensor.shape)}, config.json says {list(shape)}"
                 raise UserError(what, fix="Take config.json and the weights from the same model.")
             tensor = tensor if each.third is None else np.split(tensor, 3, axis=-1)[each.third]
-            tensor = tensor.T if each.transposed else tensor
-            parameter[each.place] = tensor.reshape(parameter[each.place].shape)
+            parameter[each.place] = (tensor.T if each.transposed else tensor).reshape(parameter[each.place].shape)
         return params
 
     def _stored(self, graph: Graph) -> Iterator[Stored]:
