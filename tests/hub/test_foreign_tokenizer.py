@@ -97,5 +97,4 @@ def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):
     sft = f"sft={{sources: [{tmp_path / 'turns.jsonl'}], steps: 1, batch_size: 4, schedule: {schedule}}}"
     settings = ("export=null", "mesh={data: 1}", "data=null", "pretrain=null", sft)
     run("run", f"{imported[2].name}/recipe.yaml", "--runs", tmp_path, settings=settings, status=2)
-    assert not (tmp_path / "store").exists()
     assert "<|im_end|>" in capsys.readouterr().err

@@ -36,7 +36,7 @@ MIXTURE = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24}
     ("changes", "where", "named"),
     [
         ([("blocks.repaet", 3)], "blocks/repaet", "Did you mean `model.nodes.blocks.repeat`?"),
-        ([("blocks.attention.kv_head", 2)], "blocks/attention/kv_head", "model.nodes.blocks.attention.kv_heads"),
+        ([("blocks.attention.kv_head", 2)], "blocks/attention/kv_head", "`attention.kv_heads`"),
         ([("blocks.ffn.kind", "swiglo")], "blocks/ffn/kind", "swiglu"),
         ([("blocks.attention.kv_heads", 3)], "blocks/attention", "3 kv_heads"),
         ([("norm.in", "block")], "norm/in", "`blocks`"),
