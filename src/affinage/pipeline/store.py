@@ -117,7 +117,7 @@ class Store:
         """Remove a result, complete or not."""
         folder = self.path(request)
         if folder.exists():
-            for name in (MANIFEST, REQUEST):
+            for name in (REQUEST, MANIFEST):
                 (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder)
 
