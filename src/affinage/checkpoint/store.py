@@ -101,8 +101,9 @@ class CheckpointStore:
         is already complete stays as it is.
         """
         self.wait()
-        exists = step in self.steps() and step not in self._corrupted
-        if Processes.at_work().broadcast("a save", exists, seconds=IO_TIMEOUT):
+        processes = Processes.at_work()
+        exists = processes.first and step in self.steps() and step not in self._corrupted
+        if processes.broadcast("a save", exists, seconds=IO_TIMEOUT):
             return
         self._corrupted.discard(step)
         path, metadata = self.folder / str(step), Metadata(step, dict(meta), checksums(state)).to_json()

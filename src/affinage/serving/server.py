@@ -49,12 +49,12 @@ _News = asyncio.Queue[Event | None]  # None: the engine has failed
 
 
 class Refused(HTTPException):
-    """An error that a client is told."""
+    """An error that a client receives, in OpenAI's form."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(status, message, _HEADERS.get(status))
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}  # in OpenAI's form
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 _FAILED = Refused(500, "the server could not answer; its log has the reason")
