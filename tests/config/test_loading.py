@@ -101,6 +101,9 @@ def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_p
     gone: list[str] = []
     whole = load_recipe(write(json.dumps(recipe), "recipe.json"), left_out=gone)
     assert whole.recipe == load_recipe("quickstart").recipe and not gone
+    file = write(json.dumps(recipe | {"dpo": None}), "recipe.json")
+    alone = refused(lambda: load_recipe(file, ["dpo.steps=100"], left_out=[]))
+    assert "--set dpo" in str(alone), "what was just given is not left out"
     recipe["pretrain"]["colour"] = recipe["shade"] = 1
     recipe["sft"]["schedule"] = {"peak": 1e-3}  # all of it had other names
     recipe["tokenizer"]["kind"] = "characters"

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from affinage.config.training import SftSettings
-from affinage.data.conversations import open_source, parse_pair, read_lines
+from affinage.data.conversations import check_source, open_source, parse_pair, read_lines
 from affinage.errors import UserError
 from run_affinage import refused
 from source_forms import write_lines
@@ -107,6 +107,15 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path, name: str):
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     (tmp_path / "c").mkdir()
     assert name in refused(lambda: list(read(tmp_path / name))).where
+
+
+def test_two_sources_of_one_name_are_refused_beside_a_mixture(tmp_path: Path):
+    write_lines(tmp_path / "a.jsonl", [{"messages": TALK}])
+    given = {"steps": 1, "sources": [{"path": str(tmp_path / "a.jsonl"), "name": "talk"}] * 2}
+    check_source(SftSettings.model_validate(given), 1)
+    mixed = SftSettings.model_validate(given | {"mixture": {"talk": 1}})
+    check_source(mixed, 0)
+    refused(check_source, mixed, 1, match="talk")
 
 
 PAIRS = [

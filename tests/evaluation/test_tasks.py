@@ -70,6 +70,7 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
         ("task: bogus", "bogus"),
         (yaml.safe_dump(TASK), "one.jsonl"),
         ("task: one\ndataset_path: json\ndataset_kwargs: {data_files: 3}", "data_files"),
+        ("task: one\ndataset_path: json\ndataset_kwargs: {data_files: }", "data_files"),
         ("task: one\ndataset_path: json\ndataset_kwargs: {data_files: {}}", "data_files"),
         ("task: one\ninclude: 3", ""),
         (None, "one.yaml"),

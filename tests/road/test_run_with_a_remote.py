@@ -102,6 +102,13 @@ def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, url: str, c
     places = [tmp_path / runs / "tiny/train-tokenizer/tokenizer.model" for runs in ("first", "second")]
     assert places[0].read_bytes() == places[1].read_bytes()
 
+    marks = list((tmp_path / "second").rglob("copied.txt"))
+    for mark in marks:
+        mark.unlink()
+    remote.remove([name])
+    run(tmp_path / "second", url, *until)
+    assert all(mark.is_file() for mark in marks) and remote.read(name) is None, "what is there is not copied again"
+
 
 @pytest.mark.full
 def test_processes_that_share_no_disk_train_together_by_way_of_gs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

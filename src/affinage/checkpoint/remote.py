@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
@@ -97,7 +98,7 @@ class Uploader:
         self.url, self.say = url, lambda line: print(line, flush=True)
         self._remote, self._folder = RemoteFolder(url), folder
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._sent: dict[str, int | bytes] = {}  # file -> its time of change, step -> its metadata, when copied
+        self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
         self._copying: set[int] = set()
         self._requests: queue.Queue[None] = queue.Queue()
         self._failure = ""  # of the last attempt
@@ -149,10 +150,10 @@ class Uploader:
         for name in _files_in(self._folder):
             if name.partition("/")[0] not in _NOT_BESIDE:
                 with contextlib.suppress(FileNotFoundError):  # it has vanished
-                    changed = (self._folder / name).stat().st_mtime_ns
-                    if self._sent.get(name) != changed:
+                    facts = (self._folder / name).stat()
+                    if self._sent.get(name) != (facts.st_size, facts.st_mtime_ns):
                         self._remote.put(self._folder / name, name)
-                        self._sent[name] = changed
+                        self._sent[name] = facts.st_size, facts.st_mtime_ns
         for step in sorted(self._copying, reverse=True):
             there = f"{CHECKPOINTS}/{step}"
             with contextlib.suppress(FileNotFoundError):  # a corrupted step, which is saved again

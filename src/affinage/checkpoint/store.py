@@ -16,7 +16,6 @@ from orbax.checkpoint.experimental import v1 as ocp
 
 from affinage.checkpoint.metadata import METADATA, CorruptedError, Metadata, checksums, leaves_by_path, read_metadata
 from affinage.cluster.processes import Processes
-from affinage.differing import differing
 from affinage.errors import UserError, UserWarned, causes, errno_of, first_line, raise_of_network
 
 PyTree = Any
@@ -102,13 +101,15 @@ class CheckpointStore:
         """
         self.wait()
         processes = Processes.at_work()
-        exists = processes.first and step in self.steps() and step not in self._corrupted
+        path, exists = self.folder / str(step), processes.first and step in self.steps() and step not in self._corrupted
+        if processes.first and not exists:
+            _remove(path)  # what a killed save left, or a corrupted step
         if processes.broadcast("a save", exists, seconds=IO_TIMEOUT):
             return
         self._corrupted.discard(step)
-        path, metadata = self.folder / str(step), Metadata(step, dict(meta), checksums(state)).to_json()
-        with self._context:  # overwritten is what a killed save left, or a corrupted step
-            self._running = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata, overwrite=True)
+        metadata = Metadata(step, dict(meta), checksums(state)).to_json()
+        with self._context:
+            self._running = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata)
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the save in progress is committed, and the steps that no rule keeps are removed.
@@ -127,7 +128,8 @@ class CheckpointStore:
             self._running = running
             return
         except ValueError as error:  # TensorStore raises it for whatever the file system returned
-            number = errno_of(error) or errno.EIO
+            if not (number := errno_of(error) or ("://" in str(self.folder) and errno.EIO)):
+                raise
             raise OSError(number, os.strerror(number), str(self.folder)) from error
         if Processes.at_work().first:
             in_use, steps = self._saved(), steps_in(self.folder)
@@ -211,8 +213,10 @@ class CheckpointStore:
             saved = {name: facts for name, facts in metadata.checksums.items() if name.partition(".")[0] in wanted}
             shapes = {name: shape for name, (_, shape, _) in saved.items()}
             wanted_shapes = {name: list(leaf.shape) for name, leaf in leaves.items()}
-            for name, (before, now) in differing([shapes, wanted_shapes], absent="nothing"):
-                raise CorruptedError(f"{name} was saved as {before}, and is {now} here", path)
+            for name in sorted(shapes.keys() | wanted_shapes.keys()):
+                before, now = (each.get(name, "nothing") for each in (shapes, wanted_shapes))
+                if before != now:
+                    raise CorruptedError(f"{name} was saved as {before}, and is {now} here", path)
             # The checksums are of the bits of these dtypes.
             as_saved = [leaf.update(dtype=saved[name][0]) for name, leaf in leaves.items()]
         if jax.process_count() > 1 and Processes.at_work().count == 1:  # one process reads without the others

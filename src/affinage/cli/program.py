@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -14,7 +15,7 @@ import affinage
 from affinage import errors
 from affinage.cli.terminal import app, opt
 from affinage.secrets import masked
-from affinage.stopping import left_when_done
+from affinage.stopping import PARENT, left_when_done
 
 _EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the errors that it raises, with a traceback
@@ -87,7 +88,8 @@ def _mistake_in(error: Exception) -> errors.UserError | None:
         return errors.UserError(f"this needs the package `{package}`", fix=fix)
     if isinstance(error, UnicodeError):
         return errors.UserError(f"this is not UTF-8: {error}", fix="Convert it: iconv -f latin1 -t utf-8 FILE")
-    if isinstance(error, FileNotFoundError | FileExistsError) and error.filename:
+    # Where a launcher starts it again, a file that another machine writes may be there the next time.
+    if isinstance(error, FileNotFoundError | FileExistsError) and error.filename and PARENT not in os.environ:
         fix = "Was it deleted or moved, or does a link lead nowhere? --debug shows what needs it."
         return errors.UserError((error.strerror or "").lower(), where=str(error.filename), fix=fix)
     return error if isinstance(error, errors.UserError) else errors.of_the_machine(error)

@@ -100,7 +100,8 @@ def launch(
     if on == "local" and (address or min_processes):
         raise UserError("--address and --min-processes are for Ray", where="--on local", fix="Write --on ray.")
     if min_processes is not None and min_processes > processes:
-        raise UserError(f"more than --processes {processes}", where=f"--min-processes {min_processes}")
+        fix = f"Write {processes} at most."
+        raise UserError(f"more than --processes {processes}", where=f"--min-processes {min_processes}", fix=fix)
     loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
     from affinage.cluster.launch import start_local, supervise
     from affinage.pipeline.models import RECIPE
@@ -147,6 +148,8 @@ def world(
         folder.mkdir(parents=True)
         with terminal.working("the pocket world"):
             write_world(folder, megabytes=megabytes, seed=seed)
+    except FileExistsError:  # somebody else's
+        raise
     except BaseException:  # also when it is interrupted
         shutil.rmtree(folder, ignore_errors=True)
         raise

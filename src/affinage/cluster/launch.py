@@ -72,7 +72,7 @@ class WorkerGroup:
     def __init__(self, processes: Sequence[Worker], say: Print, close: Callable[[], object]) -> None:
         self.workers, self.processes = len(processes), processes
         self._running, self._say, self._close = dict(enumerate(processes)), say, close
-        self._mistaken = False  # whether one has printed a mistake of the user, after which JAX aborts the others
+        self._user_error = False  # whether one has printed a mistake of the user, after which JAX aborts the others
 
     def exits(self, seconds: float) -> list[WorkerExit]:
         """Wait for at most `seconds` until a process ends; return those that ended since the last call, in order."""
@@ -80,10 +80,10 @@ class WorkerGroup:
         while True:
             for worker, process in list(self._running.items()):
                 lines, status = process.news()
-                for line in () if self._mistaken else lines:
+                for line in () if self._user_error else lines:
                     self._say(f"{worker} | {line}")
                 if status is not None:
-                    self._mistaken |= status == EXIT_USER_ERROR
+                    self._user_error |= status == EXIT_USER_ERROR
                     ended.append(WorkerExit(worker, status, process.where))
                     del self._running[worker]
             if ended or time.monotonic() >= until:

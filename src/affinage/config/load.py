@@ -138,12 +138,14 @@ def _put_override(layers: Layers, override: str) -> None:
         raise UserError("this is not `key=value`", where=f"--set {override}", fix="Write it as in pretrain.steps=100.")
     if keys[0] == "base":
         raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
-    value, _ = parse(text, shown)
-    above = {tuple(keys[:number]): shown for number in range(1, len(keys))}
-    layers.origins = above | layers.origins | {(*keys, *path): shown for path, _ in _parts(value)}
-    for key in reversed(keys):
-        value = {key: value}
-    _lay(layers.raw, value)
+    (value, _), target = parse(text, shown), layers.raw
+    for number, key in enumerate(keys[:-1], 1):
+        if not isinstance(target.get(key), dict):
+            target[key] = {}
+            layers.origins[tuple(keys[:number])] = shown
+        target = target[key]
+    _lay(target, {keys[-1]: value})
+    layers.origins |= {(*keys, *path): shown for path, _ in _parts(value)}
 
 
 def _share_training(layers: Layers) -> None:

@@ -21,10 +21,8 @@ Path = tuple[str | int, ...]  # the keys and list indices that lead to a value, 
 def parse(text: str | bytes, name: str) -> tuple[Any, dict[Path, int]]:
     """Parse one YAML document of mappings, lists, words and numbers; `name` is what errors call it.
 
-    Returns its value, and the 1-based line of each path in it.
-
-    Raises:
-        UserError: for anything else, for tags, anchors and duplicate keys; `where` is `name:line`.
+    Returns its value, and the 1-based line of each path in it. Raises UserError, whose `where` is `name:line`, for
+    anything else, for tags of other types, anchors and duplicate keys.
     """
     if len(text) > MAX_BYTES:
         fix = "A recipe is a few kilobytes; `data.sources` names the text to train on."

@@ -170,7 +170,10 @@ def open_source(
 
 
 def check_source(settings: TuningSettings, index: int) -> None:
-    """Raise UserError unless a source exists; what is at a URL is not looked for."""
+    """Raise UserError unless a source exists, and has a name of its own; what is at a URL is not looked for."""
+    if settings.mixture is not None and settings.sources[index].title in [s.title for s in settings.sources[:index]]:
+        what = f"two sources are called {settings.sources[index].title}, and `mixture` weighs names"
+        raise UserError(what, fix="Give each a `name` of its own.")
     source = located(settings.sources[index].as_source(), settings)
     if source.path != POCKET_WORLD and "://" not in source.place:
         open_source(settings, index)

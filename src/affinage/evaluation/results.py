@@ -103,7 +103,8 @@ def write_results(results: Mapping[str, Any], lines: Lines, folder: Path) -> Non
     if earlier.get("fingerprint") != results["fingerprint"]:
         earlier = {}
         (folder / RESULTS).unlink(missing_ok=True)  # first: items without it belong to no model
-        shutil.rmtree(folder / ITEMS, ignore_errors=True)
+        if (folder / ITEMS).exists():
+            shutil.rmtree(folder / ITEMS)
     (folder / ITEMS).mkdir(parents=True, exist_ok=True)
     for name, of_task in lines.items():
         text = "".join(json.dumps(line) + "\n" for line in of_task)

@@ -248,7 +248,7 @@ def evaluate(
         "unavailable": unavailable,
         "skipped": skipped,
         "seconds": time.monotonic() - started,
-        # Nothing is asked where all answers are in the file `keep`.
+        # None is computed where all answers are in the file `keep`.
         "items_per_second": sum(task["items"] for task in outcome.values()) / lm.seconds if lm.requests else None,
         "requests": lm.requests,
         "versions": {"affinage": __version__, "jax": version("jax"), "lm_eval": version("lm_eval")},

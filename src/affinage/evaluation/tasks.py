@@ -146,17 +146,18 @@ def _with_data(task: Task, file: Path) -> Task:
     """The configuration with its file, with absolute paths of data files, and with a split to evaluate."""
     try:
         made = task | {"where": str(file), "dataset_kwargs": dict(task.get("dataset_kwargs") or {})}
-        is_json, listed = task["dataset_path"] == "json", made["dataset_kwargs"].get("data_files")
-        if listed is None:
+        is_json = task["dataset_path"] == "json"
+        if "data_files" not in made["dataset_kwargs"]:
             return made
-        made["dataset_kwargs"]["data_files"] = data_files = dict[str, list[str]]()
+        listed, data_files = made["dataset_kwargs"]["data_files"], dict[str, list[str]]()
+        made["dataset_kwargs"]["data_files"] = data_files
         for split, paths in (listed if isinstance(listed, dict) else {"train": listed}).items():
             names = [paths] if isinstance(paths, str) else paths
             data_files[split] = [str((file.parent / name).resolve(strict=True)) for name in names]
         if not task.get("test_split") and not task.get("validation_split"):
             made["test_split"] = next(iter(data_files))
     except (OSError, LookupError, ValueError, TypeError, StopIteration) as error:
-        what = f"the data of the task `{task['task']}` are not found: {type(error).__name__}: {error}"
+        what = f"the data of the task `{task['task']}` cannot be used: {type(error).__name__}: {error}"
         raise UserError(what, where=str(file), fix=_TASK_FILE) from error
     # In memory: `datasets` would write an Arrow copy into its cache, and take longer than the model does.
     return made | ({"custom_dataset": read_json_lines} if is_json else {})

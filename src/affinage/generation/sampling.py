@@ -128,7 +128,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, [text for text in stop if text]
+        self._tokenizer, self._stops = tokenizer, list(stop)
         self._undecoded: list[int] = []
         self._held = ""
         self.stopped = False  # a stop string was met

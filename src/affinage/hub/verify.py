@@ -58,7 +58,7 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         what = f"verifying an export needs transformers and torch, and {error.name} is not installed"
-        raise UserError(what, where="export.verify", fix='pip install "affinage[verify]"') from error
+        raise UserError(what, where="--verify", fix='pip install "affinage[verify]"') from error
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     for token, piece in enumerate(CONTROL_PIECES if model.tokenizer.fixed_ids else ()):
         if tokenizer.convert_tokens_to_ids(piece) != token:

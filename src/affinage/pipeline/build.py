@@ -79,9 +79,8 @@ def _data_steps(recipe: Recipe, initial: Path | None, begun: dict[str, str]) -> 
         last = ("dedup",)
     config, files = _searched(recipe)
     if config:
-        settings: dict[str, Any] = {"settings": data.decontaminate}
-        work, check = _of_data("decontaminate_step", **settings), _of_data("check_decontaminate", **settings)
-        yield step("decontaminate", work, config, last, files=files, check=check)
+        work, check = (_of_data(f, settings=data.decontaminate) for f in ("decontaminate_step", "check_decontaminate"))
+        yield step("decontaminate", work, config, last, version=5, files=files, check=check)
         last = ("decontaminate",)
     work = _of_data("split_step", settings=data.split, seed=recipe.seed)
     yield step("split", work, {"data": _part(data, "split"), **_part(recipe, "seed")}, last)
@@ -122,7 +121,7 @@ def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
     searched, item_files = _searched(recipe)
     work, check = (_of_data(name, section=section) for name in ("tuning_data", "check_tuning_data"))
     inputs = ("train-tokenizer", *(["synthesize"] if _is_of_world(tuning) else []))
-    how: dict[str, Any] = {"version": 6, "files": _places(tuning) + item_files, "check": check, "resumable": True}
+    how: dict[str, Any] = {"version": 7, "files": _places(tuning) + item_files, "check": check, "resumable": True}
     return Step(ROWS[section], work, config | searched, inputs, **how)
 
 
@@ -167,8 +166,8 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
         how: dict[str, Any] = {"version": 5, "check": check, "resumable": True, "distributed": True}
         for training in trained:
             work = _of_eval("evaluate", training=training, settings=evaluate)
-            asked = {"report": _part(recipe.report, "prompts" if training == "pretrain" else "questions")}
-            yield Step(EVALUATIONS[training], work, config | asked, (training, *read), files=_files_of(evaluate), **how)
+            texts = {"report": _part(recipe.report, "prompts" if training == "pretrain" else "questions")}
+            yield Step(EVALUATIONS[training], work, config | texts, (training, *read), files=_files_of(evaluate), **how)
             inputs += (EVALUATIONS[training],)  # the card has their scores
     if recipe.export is not None:
         config = _part(recipe, "name", "description", "export")

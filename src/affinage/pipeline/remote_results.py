@@ -85,10 +85,13 @@ class RemoteResults:
         mark = self._store.path(request) / COPIED
         return mark.is_file() and mark.read_text() == self.url
 
-    def put(self, request: Request) -> None:
-        """Copy a complete result there; a failure is kept in `failure`, as the result is good without the copy."""
+    def put(self, request: Request, *, made: bool = True) -> None:
+        """Copy a complete result there, if it was `made` now or is not there; what fails is kept in `failure`."""
         folder = self._store.path(request)
         try:
+            if not made and self.manifest(request) is not None:
+                (folder / COPIED).write_text(self.url)
+                return
             there, manifest = RemoteFolder(f"{self.url}/{folder.name}"), Manifest.model_validate(read_manifest(folder))
             there.remove([MANIFEST])
             sizes = there.sizes()

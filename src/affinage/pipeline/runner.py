@@ -171,7 +171,7 @@ class PipelineRunner:
             if remote is not None:
                 for planned in steps:
                     if planned.reason == _COMPLETE and not (remote.failure or remote.is_copied(planned.request)):
-                        remote.put(planned.request)
+                        remote.put(planned.request, made=False)
                 if all(planned.complete for planned in steps):
                     remote.bring({planned.name: planned.request for planned in steps})
                     self._note(steps)

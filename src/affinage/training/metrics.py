@@ -33,7 +33,7 @@ _SECONDS_IN_FLIGHT = 0.1  # ... that take no longer than this together: waking u
 _NO_WAIT = 5e-5  # seconds for a batch that is there already; to look whether the devices are done costs as much
 _SECONDS_BETWEEN_LINES = 10.0  # on the console, or ...
 _SHARE_BETWEEN_LINES = 0.2  # ... of all steps
-_RISE = 1.01  # times its lowest value, from where a validation loss has risen: less of it comes and goes by chance
+_RISE = 0.01  # of its lowest value, from where a validation loss has risen: less of it comes and goes by chance
 
 Unhealthy = list[tuple[int, dict[str, float]]]  # (step, metrics) of those that skipped an update or are a spike
 
@@ -331,11 +331,11 @@ def _validation_rises(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
                 curves.setdefault(name, []).append((score["loss"], row["step"]))
     ends = {name: (*min(curve), *curve[-1]) for name, curve in curves.items()}
     fields = ("lowest", "lowest_step", "last", "last_step")
-    return {name: dict(zip(fields, end)) for name, end in ends.items() if end[2] > _RISE * end[0]}
+    return {name: dict(zip(fields, end)) for name, end in ends.items() if end[2] - end[0] > _RISE * abs(end[0])}
 
 
 class Profiler:
-    """Traces from one of two `steps` to the other into `profile/`, for TensorBoard and Perfetto; each process one."""
+    """Traces from one of two `steps` to the other into `profile/`, for TensorBoard and Perfetto, in each process."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
         self._first, self._last = sorted(steps or (0, 0))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,6 @@ from affinage.model.layer import (
 )
 from affinage.model.lora import LORA_A, LORA_B
 from affinage.registry import Registry, one_of
-
-if TYPE_CHECKING:
-    pass
 
 Elementwise = Callable[[Array], Array]
 
