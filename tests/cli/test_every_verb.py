@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from affinage.cli.program import app
+from affinage.cli import app
 from tiny_run import WORDS, copied
 
 
@@ -56,7 +56,7 @@ JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
     (["data", "lineage", "tiny", "--step", "3"], lambda told: len(told["rows"]) == 8 and told["rows"][0]["documents"]),
     (["data", "search", "tiny", "the", "--limit", "2"], lambda told: len(told["documents"]) == 2),
     (["data", "head", "tiny", "--limit", "1"], lambda told: told[0]["source"] == "pocket-world"),
-    (["data", "head", "tiny", "--step", "filter"], lambda told: len(told) > 0),
+    (["data", "head", "tiny/filter"], lambda told: len(told) > 0),
     (["data", "stats", "tiny"], lambda told: told["steps"]["filter"]["documents_out"] < 422),
     (["checkpoint", "ls", "tiny/pretrain"], lambda told: [each["step"] for each in told] == [18, 20]),
     (["checkpoint", "show", "tiny@4"], lambda told: told["step"] == 4 and told["arrays"]["step"] == "int32 []"),

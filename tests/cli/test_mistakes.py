@@ -50,6 +50,7 @@ compare other other                                                quiz.jsonl
 compare step step                                                  step: | no model
 generate imported hello                                            model.json
 import bare --to model                                             bare
+import https://hub/gpt2 --to model                                 https://hub/gpt2: a model is named
 world file                                                         file
 world dangling/x                                                   dangling: | a link
 new a/b                                                            `a/b`
@@ -122,7 +123,6 @@ def test_an_error_of_a_bucket_is_not_logged_beside_its_message():
     [
         (Preempted("SIGTERM at step 3"), 75, "SIGTERM at step 3", "Traceback"),
         (KeyboardInterrupt(), 130, "", "Traceback"),
-        (ModuleNotFoundError("no", name="transformers.models"), 2, "affinage[verify]", "Traceback"),
         (ModuleNotFoundError("no", name="affinage.nothing"), 1, "Traceback", "pip install"),  # a defect of ours
         (RuntimeError("refused: a-token-of-somebody"), 1, "RuntimeError: refused: ***", "of-somebody"),
     ],
@@ -133,6 +133,6 @@ def test_each_ending_has_its_status(error, status, held, not_held, affinage, mon
         raise error
 
     monkeypatch.setenv("HF_TOKEN", "a-token-of-somebody")
-    monkeypatch.setattr("affinage.cli.chat.opened", opened)
+    monkeypatch.setattr("affinage.cli.models.opened", opened)
     found, _, said = affinage("chat", "m", "hello")
     assert found == status and held in said and not_held not in said

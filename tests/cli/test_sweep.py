@@ -36,7 +36,7 @@ def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs, ke
     table = [line.split() for line in out.splitlines() if line.startswith("tiny-")]
     assert status == 0
     for point in told:
-        assert any({point["run"], *(f"{loss:.4f}" for loss in point["losses"].values())} <= {*row} for row in table)
+        assert any({point["run"], *(f"{loss:.4g}" for loss in point["losses"].values())} <= {*row} for row in table)
     assert all(point["would_run"] == [] for point in answer(*words, "--dry-run"))
 
 
