@@ -147,9 +147,6 @@ def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:
     return run, target.path.name if target.path.parent == run else ""
 
 
-# ---- checkpoints ----
-
-
 @checkpoint.command()
 def ls(training: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """List the checkpoints of a training.
@@ -209,10 +206,7 @@ def _steps(name: str, runs: Path, *, complete: bool = True) -> "tuple[Checkpoint
     """The checkpoints of a training, which is printed, and the step that was named, or all `complete` ones."""
     from affinage.pipeline.models import locate
 
-    target = find(name, runs)  # before JAX is imported
-    if target.kind == "hub":
-        raise UserError("a Hugging Face folder has no checkpoints", where=name, fix="Name a run or a training.")
-    training = locate(target, runs)
+    training = locate(find(name, runs), runs)  # before JAX is imported
     print(f"checkpoints of {training.path.name}", file=sys.stderr)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerator may be taken by the training whose checkpoints these are
     from affinage.checkpoint import CheckpointStore

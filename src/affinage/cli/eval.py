@@ -1,7 +1,7 @@
 """Verbs that score: `eval` models, `compare` models and runs, and `sweep`, a run for each point of a grid."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,17 +14,13 @@ from affinage.cli.terminal import arg, counted, described, emit, find, load, mod
 from affinage.cluster.processes import init_distributed, is_first, placement
 from affinage.data.json_files import write_json
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
-from affinage.hardware.devices import prepare
 from affinage.stopping import StopSignals, without_readers
 
 if TYPE_CHECKING:
     from affinage.pipeline.models import Target
     from affinage.report.page import Entrant
 
-SWEEP = "sweep.json"  # in the folder of the recipe's run: the points of a sweep
 _TASKS = "julian, french, a name of lm-evaluation-harness, a task file; several with commas. Default: the recipe's."
-_TEMPLATE = "Ask in the model's chat template: tasks made for chat (auto), all (true), or none."
-_CONTAMINATION = "Search the text that it was trained on for the items, where it is here; default yes."
 
 
 @terminal.app.command("eval")
@@ -37,9 +33,9 @@ def evaluate(
     data_dir: Annotated[str | None, opt("Items as NAME.jsonl(.gz); default: from the hub.", metavar="DIR")] = None,
     limit: Annotated[int | None, opt("Items per task; default all.", min=1)] = None,
     num_fewshot: Annotated[int | None, opt("Examples before a question; default: as the task defines.", min=0)] = None,
-    apply_chat_template: Annotated[Literal["auto", "true", "false"] | None, opt(_TEMPLATE)] = None,
+    apply_chat_template: Annotated[Literal["auto", "true", "false"] | None, opt("Use the chat template.")] = None,
     batch_size: Annotated[int | None, opt("Whole sequences at once; default: by its context.", min=1)] = None,
-    contamination: Annotated[bool | None, opt(_CONTAMINATION)] = None,
+    contamination: Annotated[bool | None, opt("Search its training text for the items; default yes.")] = None,
     mesh: terminal.MeshOption = None,
     max_model_len: terminal.MaxLenOption = None,
     as_json: terminal.JsonOption = False,
@@ -57,7 +53,6 @@ def evaluate(
     settings["apply_chat_template"] = {"true": True, "false": False}.get(str(apply_chat_template), apply_chat_template)
     target = find(model, runs)
     whole = target.kind in ("recipe", "run") and target.step is None
-    view: Iterable[Any]
     if whole and all(value is None for value in (mesh, max_model_len, *settings.values())):
         options = terminal.PipelineOptions(overrides, runs, force, as_json=as_json)
         results = _evaluate_run(target, options)
@@ -67,7 +62,7 @@ def evaluate(
         raise UserError("--set and --force are for a whole run and its recipe's benchmarks", where=model, fix=fix)
     else:
         results = _evaluate_model(target, runs, mesh, max_model_len, settings)
-        view = _view(results)
+        view = [*_view(results)]
     if is_first():
         emit(results, as_json, view)
 
@@ -226,9 +221,8 @@ def sweep(
     from affinage.pipeline.models import RECIPE
     from affinage.pipeline.runner import PipelineRunner, points
 
-    file = runs / base.recipe.name / SWEEP
+    file = runs / base.recipe.name / "sweep.json"
     grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
-    prepare()
     results, keys = list[dict[str, Any]](), set[str]()
     with StopSignals(), without_readers(), terminal.only_data_on_stdout(as_json):
         # All of them first: a mistake in the last is not found after days of the others.
@@ -248,7 +242,7 @@ def sweep(
         for number, (_, point) in enumerate(grid if not dry_run else ()):
             result = results[number]
             del result["would_run"]
-            terminal.write(f"--- {number + 1} of {len(grid)}, {', '.join(described(result))}")
+            terminal.write(f"--- {number + 1} of {len(grid)}, {', '.join(map(str, described(result)))}")
             try:  # planned again: days may have passed, in which files changed and other points copied to the remote
                 PipelineRunner(point, runs, build_steps(point)).run(Watch())
             except TransientError:
@@ -280,11 +274,10 @@ def _losses_and_scores(run: Path) -> dict[str, Any]:
     losses, scores = dict[str, float | None](), dict[str, Any]()
     for training, evaluation in EVALUATIONS.items():
         if (result := read_result(run / training, TrainingResult)) is not None:
-            losses = {} if result.validation else {f"{training} loss": result.final_loss}
-            for name, validated in result.validation.items():
-                losses[f"{training} loss, {name}"] = validated.loss
+            losses = {f"{training} loss": result.final_loss}
+            for name, one in result.validation.items():
                 # Losses per token of different tokenizers cannot be compared, bits per byte can.
-                losses[f"{training} bits per byte, {name}"] = validated.bits_per_byte
+                losses |= {f"{training} loss, {name}": one.loss, f"{training} bits per byte, {name}": one.bits_per_byte}
         if (evaluated := read_result(run / evaluation, EvaluationResult)) is not None:
             scores = {score.task: score._asdict() for score in evaluated.headlines}
     return {"losses": {name: loss for name, loss in losses.items() if loss is not None}, "scores": scores}

@@ -54,15 +54,20 @@ def plan(
     if on and any(each.startswith("hardware.price=") for each in overrides):  # of the chips that are planned for
         overrides = [f"hardware.slice={on}", *overrides]
     planned = _planned(recipe, overrides, training, runs)
-    from affinage.planning.plan import default_slice
+    from affinage.planning.plan import compare, default_slice
+    from affinage.planning.search import curve as scaled
 
     where, view = named or default_slice(planned.loaded.recipe), None
     if which:
-        facts = _which(planned)
+        with working("planning"):
+            plans, refused = compare(planned.loaded.recipe, planned.graph)
+        errors = [{"slice": slice.name, "error": error.what, "fix": error.fix} for slice, error in refused]
+        facts = {"plans": [_row(made) for made in plans], "refused": errors}
+    elif curve:  # the efficiency is that of a chip, relative to the smallest slice
+        points = scaled(planned.loaded.recipe, planned.graph, curve, where)
+        facts = {"curve": [_row(made) | {"efficiency": efficiency} for made, efficiency in points]}
     elif width is not None:
         facts = _capacity(planned, where, width, tries)
-    elif curve:
-        facts = _curve(planned, where, curve)
     elif search:
         facts, view = _search(planned, where, compile_step)
     else:
@@ -184,24 +189,6 @@ def _row(made: "Plan") -> dict[str, Any]:
     return row | {"bound by": made.time.bound}
 
 
-def _which(planned: _Planned) -> dict[str, Any]:
-    """The plan on every slice, those that fit first, and the slices that the recipe cannot be split over."""
-    from affinage.planning.plan import compare
-
-    with working("planning"):
-        plans, refused = compare(planned.loaded.recipe, planned.graph)
-    errors = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
-    return {"plans": [_row(made) for made in plans], "refused": errors}
-
-
-def _curve(planned: _Planned, where: Slice, curve: Literal["weak", "strong"]) -> dict[str, Any]:
-    """The plan on ever larger slices; `efficiency` is tokens/s a chip, relative to the smallest slice."""
-    from affinage.planning.search import curve as scaled
-
-    points = scaled(planned.loaded.recipe, planned.graph, curve, where)
-    return {"curve": [_row(made) | {"efficiency": efficiency} for made, efficiency in points]}
-
-
 def _search(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str, Any], list[Any]]:
     """The best settings, with the compiler's report of each where the step is compiled, and the text of both."""
     import yaml
@@ -218,7 +205,7 @@ def _search(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[s
         if not paste and (report is None or report.fits):
             lines = yaml.safe_dump(best[-1]["settings"], sort_keys=False, default_flow_style=None).rstrip()
             paste = f"The best of them, to paste into the recipe:\n\n{lines}"
-    view = [f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"]
+    view: list[Any] = [f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"]
     view.append(table([row | {"slice": None, "chips": None, "settings": None} for row in best]))
     if found[0][1].nearly_full and not compile_step:
         view.append("\nMore than 90 % of a device's memory, by the estimate: check whether they fit, with --compile.")
@@ -240,7 +227,11 @@ def _capacity(planned: _Planned, where: Slice, width: int, tries: int) -> dict[s
 
     settings = [*shape(width, where), *planned.overrides]
     reports, layers, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
-    facts = {"layers": layers, "parameters": made.facts.parameters, "predicted_seconds": made.time.seconds}
+    facts: dict[str, Any] = {
+        "layers": layers,
+        "parameters": made.facts.parameters,
+        "predicted_seconds": made.time.seconds,
+    }
     if (where.name, width) in FAX:  # its feed-forward width and heads are not published
         parameters, seconds = FAX[where.name, width]
         facts["FAX"] = {"parameters": parameters, "seconds": seconds, "ratio": made.facts.parameters / parameters}

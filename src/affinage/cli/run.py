@@ -14,7 +14,6 @@ from affinage.cli import terminal
 from affinage.cli.terminal import PipelineOptions, arg, emit, find, load, only_data_on_stdout, opt, write
 from affinage.cluster.processes import init_distributed
 from affinage.errors import UserError
-from affinage.hardware.devices import prepare
 from affinage.stopping import StopSignals, without_readers
 
 if TYPE_CHECKING:
@@ -117,8 +116,8 @@ def launch(
 
             plugins = [loaded.beside(path, ("plugins", at)) for at, path in enumerate(loaded.recipe.plugins)]
             files = {os.fspath(path.resolve()): path.read_bytes() for path in (*loaded.files, *plugins)}
-            how: Any = {"address": address, "min_workers": min_processes, "devices": devices}
-            launcher = RayLauncher(processes, files=files, say=say, **how)
+            cluster: Any = {"address": address, "min_workers": min_processes, "devices": devices}
+            launcher = RayLauncher(processes, files=files, say=say, **cluster)
             start = cleanup.enter_context(contextlib.closing(launcher)).start
         status = supervise(start, words, max_failures=max_failures, grace=grace, say=say)
     raise typer.Exit(status)
@@ -182,9 +181,8 @@ def run_pipeline(
 ) -> Path:
     """Run the steps of a recipe, or of a run's recipe, until some of them; show them and return the run's folder.
 
-    With `any_of`, steps of `until` that the recipe does not have are left out, as long as it has one of them. If steps
-    are named by `only`, no others run and no result is printed: for others that are not complete, the error's fix is
-    the command that runs them.
+    With `any_of`, steps of `until` that the recipe does not have are left out, as long as it has one of them. With
+    `only`, no other steps run and no result is printed; UserError: others are not complete.
     """
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
         loaded, run_folder = load(name, options.overrides, options.runs)
@@ -201,14 +199,12 @@ def run_pipeline(
         if any_of:
             until = [step for step in until if step in {each.name for each in steps}] or until
         runner = PipelineRunner(loaded, runs, steps, until=until, force=options.force or ())
-        prepare()
         if options.dry_run:
             plan = runner.plan()
             runner.check(plan)
             show_plan(plan, options.as_json)
             return runner.folder
-        heartbeat = recipe.runtime.heartbeat_timeout
-        with init_distributed(heartbeat) as processes, only_data_on_stdout(options.as_json):
+        with init_distributed(recipe.runtime.heartbeat_timeout) as processes, only_data_on_stdout(options.as_json):
             if not processes.first:
                 runner.follow()
                 return runner.folder
@@ -234,9 +230,9 @@ def _words(option: str, values: Sequence[str] | None) -> list[str]:
 
 
 def run_own_steps(target: "Target", options: PipelineOptions, section: str, steps: Sequence[str], instead: str) -> Path:
-    """Run those of a run's last steps that are missing, and nothing before them. Returns the run's folder.
+    """Run the last steps of a run, those of a `section` of its recipe, and nothing before them; returns its folder.
 
-    `steps` carry out a `section` of the recipe; `instead` is what to do where the recipe of the run does not have it.
+    `instead` is what to do where the recipe of the run does not have the section.
     """
     from affinage.pipeline.models import check_complete, recorded, run_of
 

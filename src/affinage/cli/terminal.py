@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import rich
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 
@@ -146,15 +146,12 @@ def characters_of(loaded: "LoadedRecipe", run: Path) -> int | None:
     """Returns the number of ids of a run's tokenizer of characters; None of another kind, or before it is made."""
     from affinage.results import TokenizerResult, read_result
 
-    made = read_result(run / "train-tokenizer", TokenizerResult) if loaded.recipe.tokenizer.kind == "char" else None
-    return made and made.vocabulary
+    made = read_result(run / "train-tokenizer", TokenizerResult)
+    return made.vocabulary if made and loaded.recipe.tokenizer.kind == "char" else None
 
 
 def model_of(target: "Target", runs: Path) -> "tuple[Target, dict[str, Any]]":
-    """Returns the model that a target stands for, and how far it is trained (`state_of`), without importing JAX.
-
-    UserError: there is none, or it is a run that is not complete.
-    """
+    """Returns the model that a target stands for, and its `state_of`; UserError: there is none, or it is incomplete."""
     from affinage.pipeline.models import check_complete, locate, state_of
 
     check_complete(target, runs)
@@ -206,7 +203,7 @@ _LONG = 10**12  # numbers from here on, such as FLOPs, are written with an expon
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
-def emit(result: Any, as_json: bool, view: Iterable[str | Table] | None = None) -> None:
+def emit(result: Any, as_json: bool, view: Iterable[RenderableType] | None = None) -> None:
     """Print a result, values of JSON: as one JSON document, or as `view`; without a view, as `described(result)`."""
     if as_json:
         print(json.dumps(result, ensure_ascii=False, indent=1, default=list))
@@ -215,12 +212,12 @@ def emit(result: Any, as_json: bool, view: Iterable[str | Table] | None = None) 
         write(part)
 
 
-def write(part: str | Table) -> None:
+def write(part: RenderableType) -> None:
     """Print a line or a table for people."""
     console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
 
 
-def described(data: Any, indent: str = "") -> Iterator[str | Table]:
+def described(data: Any, indent: str = "") -> Iterator[RenderableType]:
     """Yield the text of any result: rows as a table, a mapping as a line for each of its keys.
 
     Values of keys that end in `bytes`, `seconds` and `flops` have units; empty values are left out.
