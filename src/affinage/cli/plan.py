@@ -227,11 +227,8 @@ def _capacity(planned: _Planned, where: Slice, width: int, tries: int) -> dict[s
 
     settings = [*shape(width, where), *planned.overrides]
     reports, layers, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
-    facts: dict[str, Any] = {
-        "layers": layers,
-        "parameters": made.facts.parameters,
-        "predicted_seconds": made.time.seconds,
-    }
+    facts: dict[str, Any] = {"layers": layers, "parameters": made.facts.parameters}
+    facts["predicted_seconds"] = made.time.seconds
     if (where.name, width) in FAX:  # its feed-forward width and heads are not published
         parameters, seconds = FAX[where.name, width]
         facts["FAX"] = {"parameters": parameters, "seconds": seconds, "ratio": made.facts.parameters / parameters}
