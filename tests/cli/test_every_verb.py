@@ -22,10 +22,7 @@ def commands(group: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 def test_the_help_of_each_verb_has_an_example(verb: tuple[str, ...], affinage):
     status, out, _ = affinage(*verb, "--help")
     assert status == 0 and f"affinage {' '.join(verb)}" in out and "Example" in out and "\x1b" not in out
-
-
-def test_an_example_keeps_its_brackets(affinage):
-    assert "data.sources='[my_folder/]'" in affinage("data", "run", "--help")[1]
+    assert verb != ("data", "run") or "data.sources='[my_folder/]'" in out, "it keeps its brackets"
 
 
 @pytest.fixture(scope="module")

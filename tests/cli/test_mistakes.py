@@ -41,6 +41,7 @@ train                                                              RECIPE
 BROKEN = """
 run empty.yaml                                                     empty.yaml
 run latin.yaml                                                     latin.yaml | UTF-8
+sweep grid.yaml                                                    grid.yaml:3 | pretrain.schedule.peak_lr
 run LONG.yaml                                                      there is no recipe
 data TINY --runs file                                              file
 report damaged                                                     recipe.json
@@ -87,6 +88,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("broken")
     (folder / "empty.yaml").touch()
     (folder / "latin.yaml").write_bytes(b"name: \xff\xfe\n")
+    (folder / "grid.yaml").write_text(f"base: {TINY}\nname: grid\nsweep:\n  pretrain.schedule.peaklr: [0.1, 0.2]\n")
     (folder / "file").touch()
     for name in ("runs/damaged", "runs/bare", "bare", "imported/tokenizer", "cut/items", "other/items", "step"):
         (folder / name).mkdir(parents=True)
@@ -108,13 +110,10 @@ def test_a_broken_file(line: str, held: list[str], affinage, broken: Path, monke
     assert sorted(broken.rglob("*")) == before, "nothing is left behind"
 
 
-def test_debug_shows_where_it_came_from_wherever_it_stands(affinage):
+def test_debug_shows_where_it_came_from_and_no_library_logs_its_error_beside_the_message(affinage):
     for words in (["--debug", "run", "nothing"], ["run", "nothing", "--debug"]):
         status, _, said = affinage(*words)
         assert status == 2 and "Traceback" in said
-
-
-def test_an_error_of_a_bucket_is_not_logged_beside_its_message():
     assert not logging.getLogger("gcsfs").isEnabledFor(logging.ERROR)
 
 

@@ -50,11 +50,3 @@ def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
     assert "had to be skipped" in diverged["error"]
     assert "error" not in trained and trained["losses"] and not diverged["losses"]
     assert json.loads((own_runs / "tiny" / "sweep.json").read_text()) == [diverged, trained]
-
-
-def test_a_mistyped_setting_of_a_grid_is_named_with_its_line(tmp_path: Path, monkeypatch, affinage):
-    monkeypatch.chdir(tmp_path)
-    text = f"base: {RECIPE}\nname: grid\nsweep:\n  pretrain.schedule.peaklr: [0.1, 0.2]\n"
-    Path("grid.yaml").write_text(text)
-    status, _, said = affinage("sweep", "grid.yaml")
-    assert status == 2 and "grid.yaml:3" in said and "pretrain.schedule.peak_lr" in said
