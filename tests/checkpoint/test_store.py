@@ -22,7 +22,7 @@ from affinage.checkpoint.metadata import METADATA, checksums
 from affinage.checkpoint.store import COMMIT
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.parallel import make_mesh
+from affinage.parallel.sharding import make_mesh
 from run_affinage import refused
 from waiting import until
 

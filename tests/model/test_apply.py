@@ -23,7 +23,7 @@ from affinage.model import (
     to_nnx,
 )
 from affinage.model.layers.losses import cross_entropy, next_tokens
-from affinage.parallel import MeshLayout, make_mesh
+from affinage.parallel.sharding import MeshLayout, make_mesh
 from run_affinage import refused
 
 LLAMA = parse(tiny_graphs.llama(layers=2, attention={"kv_heads": 2}, scan=True))

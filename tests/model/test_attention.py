@@ -11,7 +11,7 @@ from affinage.model import ApplyConfig
 from affinage.model.layers.attention import choose, xla_attention
 from affinage.model.layers.block import RopeSettings, rotate
 from affinage.model.layers.kernels import cudnn_attention, splash_attention, splash_on_parts
-from affinage.parallel import MeshLayout, make_mesh
+from affinage.parallel.sharding import MeshLayout, make_mesh
 from run_affinage import refused
 
 LENGTH = 150  # more than one block of a kernel, and no whole number of them

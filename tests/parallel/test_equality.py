@@ -124,7 +124,7 @@ def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
         ({"context": 3}, {}, "context of 32.*30 or 33"),
         ({"fsdp": 3}, {}, "batch 8.*6 or 9"),
         ({"fsdp": 2}, {"sharding": {"sequence": ["fsdp"]}}, "`batch` and `sequence`"),
-        ({"data": 16}, {}, "16 devices, .* 8"),
+        ({"data": 16}, {}, "data 16 .* 8 devices"),
         ({"data": "auto", "tensor": 3}, {}, "divide the 8"),
         ({"data": "auto", "fsdp": "auto"}, {}, "one axis"),
     ],

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import tiny_graphs
 from affinage.model import abstract_params, apply, logical_axes, parse
 from affinage.model.apply_config import ApplyConfig
-from affinage.parallel import MeshLayout, make_mesh, serving_layout
+from affinage.parallel.sharding import MeshLayout, make_mesh, serving_layout
 from run_affinage import refused
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "unequal_stages"))

@@ -15,7 +15,7 @@ from affinage.config.training import ParallelSettings, PretrainSettings
 from affinage.hardware.chips import find_slice
 from affinage.model import Graph, parse
 from affinage.model.forward import batch_shapes
-from affinage.parallel import make_mesh
+from affinage.parallel.sharding import make_mesh
 from affinage.planning.estimate import HOP_SECONDS, step_memory
 from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, contradictions, facts_of, only, planned_graph

@@ -27,8 +27,7 @@ from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
 from affinage.model.layer import map_parameters
-from affinage.parallel import serving_layout
-from affinage.parallel.sharding import Lines, replicated
+from affinage.parallel.sharding import Lines, replicated, serving_layout
 from affinage.pipeline import models
 from affinage.pipeline.models import KEPT, MODEL, TOKENIZER, Checkpoint, Target
 from affinage.pipeline.store import read_manifest

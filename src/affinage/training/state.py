@@ -16,8 +16,7 @@ from affinage.config.training import TrainSettings, TuningSettings
 from affinage.model import Adapters, Declared, Graph, Node, abstract_params, logical_axes
 from affinage.model.graph import analyze
 from affinage.model.layer import BATCH, SEQUENCE, parameters_in
-from affinage.parallel import MeshLayout
-from affinage.parallel.sharding import replicated
+from affinage.parallel.sharding import MeshLayout, replicated
 from affinage.training.optimizer import map_like_params
 
 PyTree = Any
