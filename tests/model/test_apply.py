@@ -16,12 +16,12 @@ from affinage.model import (
     apply,
     decayed,
     from_nnx,
-    init_cache,
     init_params,
     logical_axes,
     parse,
     to_nnx,
 )
+from affinage.model.forward import init_cache
 from affinage.model.layers.losses import cross_entropy, next_tokens
 from affinage.parallel.sharding import MeshLayout, make_mesh
 from run_affinage import refused

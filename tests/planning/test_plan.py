@@ -103,7 +103,7 @@ ON, ACCUMULATED = (SMALL, "--on", "v4-8"), "pretrain.gradient_accumulation_steps
     [
         ((SMALL, "--which", "--search"), "--search"),
         ((SMALL, "--curve", "weak"), "processor"),
-        ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "8 devices"),
+        ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "fsdp 8 does not fit 256 devices"),
         ((SMALL, "--training", "dpo"), "`dpo`"),
         ((SMALL, "--set", "pretrain=null"), "trains nothing"),
         # What a run refuses is not planned.

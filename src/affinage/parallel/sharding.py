@@ -15,7 +15,7 @@ from affinage.config.training import LogicalAxis, MeshAxis
 from affinage.errors import UserError
 from affinage.model.apply_config import Axes, Layout
 from affinage.model.graph import Graph
-from affinage.model.layer import SEQUENCE, parameters_in
+from affinage.model.layer import SEQUENCE
 
 PyTree = Any
 Table = Mapping[str, tuple[str, ...]]
@@ -131,7 +131,7 @@ class MeshLayout(Layout):
         """Refuse, by a UserError, a batch that does not split evenly over the mesh, or an axis that splits nothing, for
         rows of `seq_len` tokens, 0 of models without; what stages of a pipeline need is left to `Pipeline.check`."""
         self.check_rows(rows, micro_batches)
-        used = {"batch", *(name for parameter in parameters_in(graph.parameters) for name in parameter.axes if name)}
+        used = {"batch", *(name for parameter in jax.tree.leaves(graph.parameters) for name in parameter.axes if name)}
         if any(SEQUENCE in shape.dims for _, shape in graph.inputs):
             used |= {"sequence", "residual", "keys", "width"}  # of activations alone
         for axis, size in self.mesh.shape.items():

@@ -18,7 +18,7 @@ from affinage.hardware.devices import measured_speed
 from affinage.model import ApplyConfig, Graph, parse
 from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
-from affinage.model.layer import Axes, parameters_in
+from affinage.model.layer import Axes
 from affinage.model.layers.kernels import queries_are_split
 from affinage.parallel.sharding import AXES, STAGES, TABLE, MeshLayout, axis_sizes, table_with
 from affinage.parallel.strategy import Pipeline
@@ -145,7 +145,7 @@ class PerDevice:
             _traces[key] = self._trace()
         jaxpr, count = _traces[key]
         shares: dict[tuple[int, ...], float] = {}
-        pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
+        pairs = zip(jax.tree.leaves(self.graph.parameters), jax.tree.leaves(self.local_graph.parameters), strict=True)
         for whole, local in pairs:
             own = NamedSharding(self.layout.mesh, self.layout.spec(whole.axes)).shard_shape(whole.shape)
             share = math.prod(own) / local.size
