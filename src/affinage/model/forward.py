@@ -227,8 +227,7 @@ def _unstack(params: PyTree | list[PyTree], layers: int) -> list[PyTree]:
     return [jax.tree.unflatten(structure, [parts[layer] for parts in split]) for layer in range(layers)]
 
 
-# ---- Flax NNX, for its transformations, optimizers and checkpoints ----
-# The plain tree of parameters stays the contract. Each node becomes a submodule whose leaves are `nnx.Param`.
+# ---- Flax NNX, for its transformations, optimizers and checkpoints; the plain tree stays the contract ----
 
 
 class GraphModule(nnx.Module):
@@ -250,9 +249,8 @@ def to_nnx(graph: Graph, params: PyTree, mesh: Mesh | None = None) -> GraphModul
     """
 
     def param(array: Array, axes: tuple[str | None, ...]) -> Any:
-        spec = array.sharding.spec if isinstance(array.sharding, jax.sharding.NamedSharding) else ()
-        sharding: dict[str, Any] = {} if mesh is None else {"out_sharding": tuple(spec), "mesh": mesh}
-        return nnx.Param(array, logical_axes=axes, **sharding)
+        on_mesh: dict[str, Any] = {} if mesh is None else {"out_sharding": tuple(array.sharding.spec), "mesh": mesh}
+        return nnx.Param(array, logical_axes=axes, **on_mesh)
 
     return GraphModule(graph, jax.tree.map(param, params, logical_axes(graph)))
 
