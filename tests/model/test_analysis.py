@@ -6,12 +6,12 @@ from pathlib import Path
 
 import jax
 import jax.extend.core
-import jax.numpy as jnp
 import pytest
 
 import tiny_graphs
 from affinage.config.load import load_recipe
 from affinage.model import ApplyConfig, abstract_params, apply, parse
+from affinage.model.forward import batch_shapes
 from affinage.model.graph import analyze, parameters
 from affinage.model.layers.embedding import Logits
 
@@ -52,10 +52,6 @@ def products(jaxpr) -> int:
 
 def program(graph, until=None, *, gradient=False):
     """The products up to a node's value, or of the loss with its gradient."""
-    batch = {"rows": jax.ShapeDtypeStruct((ROWS,), jnp.int32)}
-    for name, shape in graph.inputs:
-        dims = shape.bind({"B": ROWS, "S": CONTEXT})
-        batch[name] = jax.ShapeDtypeStruct(dims, jnp.int32 if name == "tokens" else jnp.float32)
 
     def value(params, batch):
         everything = jax.checkpoint_policies.everything_saveable  # else plain attention's scores are computed again
@@ -64,7 +60,7 @@ def program(graph, until=None, *, gradient=False):
         return found.array() if isinstance(found, Logits) else found if until else found.sum
 
     function = jax.grad(value) if gradient else value
-    return products(jax.make_jaxpr(function)(abstract_params(graph), batch).jaxpr)
+    return products(jax.make_jaxpr(function)(abstract_params(graph), batch_shapes(graph, ROWS, CONTEXT)).jaxpr)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in DEAR else n for n in GRAPHS])

@@ -112,28 +112,23 @@ def test_a_scanned_program_does_not_grow_with_depth():
     assert program(18) == program(72)
 
 
-def test_dropout_of_a_row_is_of_the_key_and_the_row_in_any_part_of_the_batch():
-    graph = parse(tiny_graphs.gpt2(layers=1, dropout=0.3))
-    params, tokens = tiny_graphs.random_params(graph), random_tokens(4, 10)
-
-    def dropped(tokens, rows, seed=1):
-        return np.asarray(logits(graph, params, {"tokens": tokens, "rows": rows}, key=jax.random.key(seed))[0])
-
-    whole = dropped(tokens, jnp.arange(4))
-    np.testing.assert_array_equal(dropped(tokens, jnp.arange(4)), whole)
-    some = jnp.array([3, 1])
-    np.testing.assert_allclose(dropped(tokens[some], some), whole[some], atol=1e-5)
-    for other in (dropped(tokens, jnp.arange(4) + 4), dropped(tokens, jnp.arange(4), seed=2)):
-        assert np.abs(other - whole).max() > 0.1
-
-
-def test_dropout_zeroes_as_often_as_it_should_and_keeps_the_mean():
+def test_dropout_keeps_the_mean_and_is_of_the_key_and_the_row_in_any_part_of_the_batch():
     graph = parse(tiny_graphs.gpt2(layers=1, dropout=0.25))
-    call, batch = ApplyConfig(key=jax.random.key(3), until="drop"), {"tokens": random_tokens(8, 40)}
-    values = jax.jit(lambda params: apply(graph, params, batch, call).values)(tiny_graphs.random_params(graph))
-    kept = np.asarray(values["drop"] / values["positions"])
+    params, tokens = tiny_graphs.random_params(graph), random_tokens(8, 40)
+
+    @jax.jit
+    def dropped(tokens, rows, seed):
+        call = ApplyConfig(key=jax.random.key(seed), until=graph.logits)
+        values = apply(graph, params, {"tokens": tokens, "rows": rows}, call).values
+        return values[graph.logits].array(), values["drop"] / values["positions"]
+
+    rows, some = jnp.arange(8), jnp.array([3, 1])
+    whole, kept = map(np.asarray, dropped(tokens, rows, 1))
     np.testing.assert_allclose(kept[kept != 0], 1 / 0.75, rtol=1e-6)
     assert np.mean(kept == 0) == pytest.approx(0.25, abs=0.02)
+    np.testing.assert_allclose(dropped(tokens[some], some, 1)[0], whole[some], atol=1e-5)
+    for other, _ in (dropped(tokens, rows + 8, 1), dropped(tokens, rows, 2)):
+        assert np.abs(np.asarray(other) - whole).max() > 0.1
 
 
 def test_a_batch_counts_only_what_its_mask_says():

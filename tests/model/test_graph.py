@@ -77,9 +77,6 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
         takes = ("first", "second")
         start: float = Field(default=0.5, ge=0, le=1)
 
-        def shape(self, inputs):
-            return inputs[0].require_sequence()
-
         def parameters(self, inputs):
             return {"mix": ParamSpec((inputs[0].width,), ("embed",), init="ones", decay=False), "norm": {}}
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import jax
 import meshes
+import numpy as np
 import pytest
 
 from affinage.config.training import PrecisionSettings
@@ -112,7 +113,8 @@ def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
         job = replace(program.job, settings=program.job.settings.model_copy(update=changed))
         return Trainer(job, program.mesh, program.batch)
 
-    meshes.assert_same(meshes.run(in_bfloat16({"pipeline": 2}), 5), meshes.run(in_bfloat16({"data": 1}), 5), rtol=2e-2)
+    found, expected = (meshes.run(in_bfloat16(sizes), 5) for sizes in ({"pipeline": 2}, {"data": 1}))
+    np.testing.assert_allclose(found, expected, rtol=2e-2)
 
 
 @pytest.mark.parametrize(
