@@ -35,8 +35,10 @@ def graph(kind: str, layers: int = 4, *, heads: int = 4, window: int | None = No
 Feed = functools.partial(tiny.RandomFeed, context=CONTEXT, documents=3)
 
 
-def program(model: Graph, sizes: dict[str, int], *, micro_batches: int = 1, rows: int = ROWS, parallel: Any) -> Trainer:
-    how = {"batch_size": rows, "gradient_accumulation_steps": micro_batches}
+def program(
+    model: Graph, sizes: dict[str, int], *, micro_batches: int = 1, rows: int = ROWS, parallel: Any, **more: Any
+) -> Trainer:
+    how = {"batch_size": rows, "gradient_accumulation_steps": micro_batches} | more
     settings = tiny.settings(**how, schedule={"peak_lr": 2e-3, "min_lr": 1e-3, "warmup_steps": 4})
     of_job = {"mesh": sizes, "seed": 3, "feed": Feed(rows), "parallel": ParallelSettings.model_validate(parallel)}
     return tiny.uncompiled(TrainJob(graph=model, settings=settings, folder=Path("unused"), **of_job))

@@ -49,15 +49,15 @@ def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, mo
     monkeypatch.setattr("affinage.planning.search.REMATS", remats)
     monkeypatch.setattr("affinage.planning.search.MOST_MICRO_BATCHES", 2)
     loaded, graph, (best, count, estimated) = found(name, *overrides)
-    where, every, fitting = find_slice(name), 0, []
-    for candidate, _ in candidates(loaded.recipe, graph, where):
+    where, fitting = find_slice(name), []
+    every = [candidate for candidate, _ in candidates(loaded.recipe, graph, where)]
+    for candidate in every:
         made = make_plan(candidate.put_into(loaded.recipe), graph, where)
-        every += 1
         if made.memory.total <= NEARLY_FULL * made.capacity:
             fitting.append((order(candidate, made.time.seconds), candidate))
     fitting.sort(key=lambda pair: pair[0])
     assert [candidate for candidate, _ in best] == [candidate for _, candidate in fitting[:3]]
-    assert (len(fitting) == every == count) == (name == "v4-8")
+    assert (len(fitting) == len(every) == count) == (name == "v4-8")
     assert all(made.fits for _, made in best)
     assert estimated < count or name == "v5e-1"  # where three hardly fit, all are looked at
 

@@ -56,7 +56,6 @@ def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) 
 
     Where layers are not scanned, a tuple of [1, batch, ...] for each layer, which a step writes in place.
     """
-
     cache: PyTree = {}
     for node in graph.nodes:
         if shapes := node.layer.cache(graph.input_shapes(node), batch, length):
@@ -248,7 +247,7 @@ def to_nnx(graph: Graph, params: PyTree, mesh: Mesh | None = None) -> GraphModul
     With a `mesh` the shardings that the parameters have on it become theirs in NNX, too.
     """
 
-    def param(array: Array, axes: tuple[str | None, ...]) -> Any:
+    def param(array: Any, axes: tuple[str | None, ...]) -> Any:
         on_mesh: dict[str, Any] = {} if mesh is None else {"out_sharding": tuple(array.sharding.spec), "mesh": mesh}
         return nnx.Param(array, logical_axes=axes, **on_mesh)
 

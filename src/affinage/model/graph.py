@@ -255,7 +255,7 @@ def _ordered(nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Loc
         except ShapeMismatch as error:
             raise _wrong(f"node `{node.name}` ({node.layer.kind_name}): {error}", locate, node.name) from None
         if own:
-            stacked = partial(ParamSpec.stacked, layers=node.repeat)
+            stacked = partial(ParamSpec.stacked, layers=node.layers)
             parameters[node.name] = own if node.repeat is None else jax.tree.map(stacked, own)
         if node.repeat is not None and (shapes[node.name],) != taken:
             what = f"node `{node.name}` cannot repeat: it turns {taken[0]} into {shapes[node.name]}"

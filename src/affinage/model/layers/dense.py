@@ -88,7 +88,7 @@ def _with_bias(y: Float[Array, "..."], params: PyTree) -> Float[Array, "..."]:
     return y + _along_last(params["bias"], y) if "bias" in params else y
 
 
-def _along_last(x: Array, of: Array) -> Array:
+def _along_last(x: Float[Array, "..."], of: Float[Array, "..."]) -> Float[Array, "..."]:
     """The values of the last axes, for products and sums with an array that has more of them in front."""
     return x.astype(of.dtype).reshape((1,) * (of.ndim - x.ndim) + x.shape)
 
@@ -212,7 +212,7 @@ class RmsNorm(Layer):
     def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
         return NormSettings(kind=self.norm_kind).parameters(inputs[0].width)
 
-    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "*N D"]:
         return NORMS[self.norm_kind](params, inputs[0], self.eps)
 
 
@@ -248,5 +248,5 @@ class Dropout(Layer):
     rate: float = Field(ge=0, lt=1)
     """Probability of zeroing an element."""
 
-    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B ..."]:
         return drop(inputs[0], self.rate, context, site=0)
