@@ -39,14 +39,11 @@ def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_
         assert answer("plan", str(child), *words, "--set", "hardware.price=9")["price_per_chip_hour"] == 9
 
 
-HEADS = "model.nodes.blocks.attention.heads=2"
-
-
 @pytest.mark.parametrize(
     ("name", "given", "word", "warned"),
     [
-        ("v4-8", (HEADS,), "matrix unit", False),
-        ("v6e-4", (HEADS,), "matrix unit", True),  # of 256, and heads have 128
+        ("v4-8", ("model.nodes.blocks.attention.heads=2",), "matrix unit", False),
+        ("v6e-4", ("model.nodes.blocks.attention.heads=2",), "matrix unit", True),  # of 256, and heads have 128
         ("v4-8", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),
         ("v4-8", (), "small batch", False),
         ("h100x4", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),  # kernels take their start
