@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float, Integer
@@ -50,16 +50,15 @@ def make_batch(
     """
     begin = -1 if marks.begin is None else marks.begin
     pad = -1 if marks.pad == marks.end else marks.pad  # then no token comes before it in its segment: it never counts
-    segment_ids, positions = np.empty(tokens.shape, np.int32), np.empty(tokens.shape, np.int32)
-    loss_mask = np.empty(tokens.shape, np.float32)
-    _divide(tokens, mask, begin, marks.end, pad, segment_ids, positions, loss_mask)
+    segment_ids, positions, loss_mask = _divide(tokens, mask, begin, marks.end, pad)
     fields = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
     return fields | {"rows": rows.astype(np.int32)}
 
 
 @kernel
-def _divide(tokens, mask, begin, end, pad, segment_ids, positions, loss_mask):  # type: ignore[no-untyped-def]
-    """Fill the last three arrays, see `make_batch`."""
+def _divide(tokens, mask, begin, end, pad):  # type: ignore[no-untyped-def]
+    segment_ids, positions = np.empty(tokens.shape, np.int32), np.empty(tokens.shape, np.int32)
+    loss_mask = np.empty(tokens.shape, np.float32)
     for row in range(tokens.shape[0]):
         segment = position = 0
         for place in range(tokens.shape[1]):
@@ -71,6 +70,7 @@ def _divide(tokens, mask, begin, end, pad, segment_ids, positions, loss_mask):  
             positions[row, place] = position
             loss_mask[row, place] = mask[row, place] and token != pad
             position += 1
+    return segment_ids, positions, loss_mask
 
 
 def repetition(epochs: float) -> str:
@@ -85,54 +85,64 @@ def repetition(epochs: float) -> str:
 
 Group = tuple[str, str]  # the source and language of a folder of rows; "" where they have none
 Weights = Mapping[str, float]  # of a source, a language, or `<source>.<language>`; or of `all` alone
+Mixture = Sequence[tuple[int, Weights]]  # the steps from which on weights hold, the first of them 0
 Component = tuple[str, ...]  # names of the groups that are shuffled together
 
 
-class Stage(NamedTuple):
-    """Components that take turns in a fixed pattern. Draws are counted over all steps of the training."""
+class Stage:
+    """Draws `first` to before `end`, counted over all steps, in which components take turns in a fixed pattern.
 
-    first: int  # draw that the stage begins with
-    end: int  # draw before which it ends
-    components: tuple[Component, ...]
-    pattern: Integer[np.ndarray, " slots"]  # component of every slot
-    ranks: Integer[np.ndarray, " slots"]  # slots of the same component before it in the pattern
-    counts: Integer[np.ndarray, " components"]  # slots of every component
-    begun: Integer[np.ndarray, " components"]  # position of every component at the beginning of the stage
+    A component's slots of the pattern are spread evenly. Their numbers are rounded by largest remainder, to at least
+    one. Its position is in its endless sequence of epochs.
+    """
+
+    def __init__(
+        self, first: int, end: int, weights: Mapping[Component, float], begun: Mapping[Component, int]
+    ) -> None:
+        """`begun`: the positions that components have reached in earlier stages."""
+        slots = max(SLOTS, 4 * len(weights))
+        shares = np.array(list(weights.values())) / sum(weights.values()) * slots
+        counts = np.maximum(np.floor(shares).astype(np.int64), 1)
+        missing = slots - int(counts.sum())
+        counts[np.argsort(counts - shares, kind="stable")[: max(missing, 0)]] += 1
+        for _ in range(-missing):  # those with the minimum of one slot took more than their share
+            counts[np.argmax(np.where(counts > 1, counts - shares, -np.inf))] -= 1
+        numbers = np.repeat(np.arange(len(counts)), counts)
+        ranks = np.arange(slots) - np.repeat(np.cumsum(counts) - counts, counts)
+        order = np.argsort((ranks + 0.5) / counts[numbers], kind="stable")
+        self.first, self.end, self.components, self._counts = first, end, tuple(weights), counts
+        # The component of every slot, and how many slots before it are of the same.
+        self._pattern, self._ranks = numbers[order], ranks[order]
+        self._begun = np.array([begun.get(component, 0) for component in weights])
 
     def positions(self, draws: Integer[np.ndarray, " n"]) -> Iterator[tuple[Component, np.ndarray, np.ndarray]]:
-        """Return what draws take of every component: int64 [m] indices of the draws, [m] positions.
-
-        A position is one of the component's endless sequence of epochs.
-        """
-        turns, slots = np.divmod(draws - self.first, len(self.pattern))
-        chosen = self.pattern[slots]
+        """Return of every component which of the draws are of it, int64 [m], and their positions, int64 [m]."""
+        turns, slots = np.divmod(draws - self.first, len(self._pattern))
+        chosen = self._pattern[slots]
+        positions = self._begun[chosen] + turns * self._counts[chosen] + self._ranks[slots]
         for number in {*chosen.tolist()}:
             taken = np.flatnonzero(chosen == number)
-            positions = self.begun[number] + turns[taken] * self.counts[number] + self.ranks[slots[taken]]
-            yield self.components[number], taken, positions
+            yield self.components[number], taken, positions[taken]
 
     def reached(self, draw: int) -> dict[Component, int]:
         """Return the position that every component has reached before a draw."""
-        turn, slot = divmod(draw - self.first, len(self.pattern))
-        positions = self.begun + turn * self.counts + np.bincount(self.pattern[:slot], minlength=len(self.counts))
-        return dict(zip(self.components, positions.tolist(), strict=True))
+        turn, slot = divmod(draw - self.first, len(self._pattern))
+        inside = np.bincount(self._pattern[:slot], minlength=len(self._counts))
+        return dict(zip(self.components, (self._begun + turn * self._counts + inside).tolist(), strict=True))
 
 
-def stages_of(groups: Mapping[str, Group], mixture: Sequence[tuple[int, Weights]] | None, batch: int) -> list[Stage]:
-    """Return the stages of a mixture, given as (first step, weights) from step 0 on; None takes all rows as they come.
+def stages_of(groups: Mapping[str, Group], mixture: Mixture | None, batch: int) -> list[Stage]:
+    """Return the stages of a mixture of groups by name; None takes all rows as they come.
 
     Groups that share one weight are shuffled together, so that all of them are in the same epoch. A component that a
     later stage also has continues where it was. Raises UserError for weights that name nothing, or leave nothing.
     """
-    mixture = mixture or [(0, {ALL: 1.0})]
-    stages: list[Stage] = []
-    reached: dict[Component, int] = {}
+    mixture, stages, begun = mixture or [(0, {ALL: 1.0})], list[Stage](), dict[Component, int]()
     ends = [*(step * batch for step, _ in mixture[1:]), _END]
     for (step, weights), end in zip(mixture, ends, strict=True):
         components = {tuple(groups): 1.0} if set(weights) == {ALL} else components_of(weights, groups)
-        begun = np.array([reached.get(component, 0) for component in components])
-        stages.append(Stage(step * batch, end, tuple(components), *_pattern(list(components.values())), begun))
-        reached |= stages[-1].reached(end)
+        stages.append(Stage(step * batch, end, components, begun))
+        begun |= stages[-1].reached(end)
     return stages
 
 
@@ -161,24 +171,6 @@ def components_of(weights: Weights, groups: Mapping[str, Group]) -> dict[Compone
     return dict(sorted(components.items()))
 
 
-def _pattern(weights: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the component and the rank of every slot, and the slots of every component.
-
-    A component's slots are spread evenly. Their numbers are rounded by largest remainder, to at least one.
-    """
-    slots = max(SLOTS, 4 * len(weights))
-    shares = np.array(weights) / sum(weights) * slots
-    counts = np.maximum(np.floor(shares).astype(np.int64), 1)
-    missing = slots - int(counts.sum())
-    counts[np.argsort(counts - shares, kind="stable")[: max(missing, 0)]] += 1
-    for _ in range(-missing):  # those with the minimum of one slot took more than their share
-        counts[np.argmax(np.where(counts > 1, counts - shares, -np.inf))] -= 1
-    components = np.repeat(np.arange(len(counts)), counts)
-    ranks = np.arange(slots) - np.repeat(np.cumsum(counts) - counts, counts)
-    order = np.argsort((ranks + 0.5) / counts[components], kind="stable")
-    return components[order], ranks[order], counts
-
-
 # ---- loaders ----
 
 
@@ -189,23 +181,16 @@ class DataLoader:
     own. Every epoch has its own order, found by arithmetic, so memory does not grow with the number of rows.
     """
 
-    def __init__(
-        self, folder: Path, *, seed: int, batch: int, mixture: Sequence[tuple[int, Weights]] | None = None
-    ) -> None:
-        """`folder` holds shards or sub-folders of shards; `batch` is rows per step.
-
-        `mixture` has the steps from which on weights hold, see `stages_of`. Raises UserError where there are no rows.
-        """
+    def __init__(self, folder: Path, *, seed: int, batch: int, mixture: Mixture | None = None) -> None:
+        """`folder` holds shards or sub-folders of shards; `batch` is rows per step. Raises UserError without rows."""
         self.shards = {name: TokenShards(path) for name, path in sorted(find_shard_folders(folder).items())}
         if not self.shards:
             fix = "Run the step that writes token shards again."
             raise UserError("there are no token shards here", where=str(folder), fix=fix)
-        self.context = next(iter(self.shards.values())).seq_len
-        self.batch_size, self._seed = batch, seed
-        groups = {
-            name: (shards.facts.get("source", ""), shards.facts.get("language", ""))
-            for name, shards in self.shards.items()
-        }
+        self._any = next(iter(self.shards.values()))  # what is said of one folder holds of all
+        self.context, self.batch_size, self._seed = self._any.seq_len, batch, seed
+        facts = {name: shards.facts for name, shards in self.shards.items()}
+        groups = {name: (each.get("source", ""), each.get("language", "")) for name, each in facts.items()}
         self._stages = stages_of(groups, mixture, batch)
         self._starts = {  # of every component the first row of each folder, and the number of all
             component: np.cumsum([0, *(self.shards[name].rows for name in component)])
@@ -280,7 +265,7 @@ class DataLoader:
             tokens[taken], mask[taken] = self.shards[name].read(rows)
             if self.reference:
                 references[taken] = self.reference[name][rows]
-        whole = make_batch(tokens, mask, np.tile(places, count), next(iter(self.shards.values())).marks)
+        whole = make_batch(tokens, mask, np.tile(places, count), self._any.marks)
         if self.reference:
             whole[REFERENCE] = references
         return [{key: values[k * size :][:size] for key, values in whole.items()} for k in range(count)]

@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,14 +56,12 @@ def errors_at(url: str) -> Iterator[None]:
     """Turn errors in here into a UserError that names the URL; what may pass on the network stays as it is."""
     try:
         yield
-    except (ImportError, ValueError) as error:
-        fix = "Packages for gs:// come with pip install 'affinage[gcs]', those for s3:// with 'affinage[s3]'."
-        raise UserError(f"this place cannot be opened: {error}", where=url, fix=fix) from error
-    except OSError as error:
+    except (ImportError, ValueError, OSError) as error:
         if is_transient(error):
             raise
-        fix = "May you read and write there? What is complete is kept; run again to go on."
-        raise UserError(f"{type(error).__name__}: {error}", where=url, fix=fix) from error
+        fix = "May you read and write there? Packages for gs:// come with pip install 'affinage[gcs]', those for s3:// "
+        fix += "with 'affinage[s3]'. What is complete is kept; run again to go on."
+        raise UserError(f"this place cannot be used: {error or type(error).__name__}", where=url, fix=fix) from error
 
 
 def upload(filesystem: Any, path: str, contents: bytes) -> None:
@@ -79,23 +76,21 @@ def upload(filesystem: Any, path: str, contents: bytes) -> None:
 # ---- packing: which documents share a row, and where in it each of them lies ----
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Which piece of which document lies where. Pieces are sorted by row, and within a row by place."""
 
     rows: int
     document: Integer[np.ndarray, " pieces"]
     offset: Integer[np.ndarray, " pieces"]  # token of the document that the piece begins with
     row: Integer[np.ndarray, " pieces"]
-    start: Integer[np.ndarray, " pieces"]  # place in the row
-    length: Integer[np.ndarray, " pieces"]
+    start: Integer[np.ndarray, " pieces"]  # places [start, stop) in the row
+    stop: Integer[np.ndarray, " pieces"]
 
     def fill(self, documents: Sequence[np.ndarray], seq_len: int, padding: int = 0) -> Integer[np.ndarray, "rows S"]:
         """Return the rows of what each document has for each of its tokens, such as their ids."""
         rows = np.full((self.rows, seq_len), padding, documents[0].dtype)
-        columns = (self.document, self.offset, self.row, self.start, self.length)
-        for document, offset, row, start, length in zip(*(column.tolist() for column in columns), strict=True):
-            rows[row, start : start + length] = documents[document][offset : offset + length]
+        for document, offset, row, start, stop in zip(*(column.tolist() for column in self[1:]), strict=True):
+            rows[row, start:stop] = documents[document][offset : offset + stop - start]
         return rows
 
 
@@ -110,7 +105,7 @@ def concatenate(lengths: Integer[np.ndarray, " documents"], seq_len: int, overla
     document = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces - first, pieces)
     start = np.maximum(starts[document] - begins[row], 0)
     stop = np.minimum(ends[document] - begins[row], seq_len)
-    return Layout(len(begins), document, begins[row] + start - starts[document], row, start, stop - start)
+    return Layout(len(begins), document, begins[row] + start - starts[document], row, start, stop)
 
 
 def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int) -> Layout:
@@ -131,7 +126,8 @@ def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int) -> Layout
     by_row = np.argsort(row, kind="stable")
     document, offset, row, length = (column[by_row] for column in (document, offset, row, length))
     before = np.cumsum(length) - length
-    return Layout(len(earliest), document, offset, row, before - before[np.searchsorted(row, row)], length)
+    start = before - before[np.searchsorted(row, row)]
+    return Layout(len(earliest), document, offset, row, start, start + length)
 
 
 @kernel
@@ -220,9 +216,9 @@ def write_shard(
         row_bytes = layout.fill(lengths, seq_len)[:, 1:].sum(axis=1, dtype=np.int64)
         _put_array(here, shard_file("row_bytes", shard, shards), row_bytes)
         counts["row_bytes"] = int(row_bytes.sum())
-    spans = {"row": layout.row, "start": layout.start, "stop": layout.start + layout.length, "offset": layout.offset}
-    own = [documents[number] for number in layout.document.tolist()]
-    spans |= {name: [getattr(document, name) for document in own] for name in ("id", "source", "url")}
+    of_pieces = [documents[number] for number in layout.document.tolist()]
+    spans = {name: [getattr(document, name) for document in of_pieces] for name in ("id", "source", "url")}
+    spans |= {name: getattr(layout, name) for name in ("row", "start", "stop", "offset")}
     table = io.BytesIO()
     pq.write_table(pa.table(spans, SCHEMA), table, compression="zstd", row_group_size=65_536)
     for place in dict.fromkeys((here, url or here)):
