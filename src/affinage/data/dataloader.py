@@ -27,10 +27,7 @@ REFERENCE = "reference_log_probabilities"  # of a batch of preferences: float32 
 SLOTS = 1024  # draws over which weights hold, rounded to a tenth of a percent; more slots where there are many weights
 ALL = "all"
 MANY_EPOCHS = 40  # passes over the same data after which a further one teaches nothing (Muennighoff et al., 2023)
-STEPS_AT_ONCE, TOKENS_AT_ONCE = (
-    8,
-    2**15,
-)  # batches that are made together: eight small ones cost as much as two do alone
+STEPS_AT_ONCE, TOKENS_AT_ONCE = 16, 2**15  # at most: many small batches at once cost about as much as two alone
 _SCANNED = 2**20  # draws that are looked through at a time
 _END = 2**62  # draw that no training reaches
 _MIXTURE = "pretrain.mixture"  # of the recipe

@@ -34,8 +34,7 @@ class Writer:
     """Writes text of one language that states each fact about equally often and in all its statements in turn."""
 
     def __init__(self, language: str, facts: list[Fact], sums: list[Fact], scenes: list[Scene], seed: int) -> None:
-        self.language = language
-        self.rng = random.Random(f"{seed}/documents/{language}")
+        self.language, self.rng = language, random.Random(f"{seed}/documents/{language}")
         stated = [fact for fact in facts if language in fact.stated]
         relations = grouped(stated, lambda fact: fact.relation)
         countries = grouped([f for f in stated if f.relation in ABOUT_COUNTRIES], lambda fact: fact.id.split(":")[1])
