@@ -56,14 +56,10 @@ def _permute(places, size, half, keys):  # type: ignore[no-untyped-def]
         while True:
             left, right = places[i] >> half, places[i] & mask
             for key in keys:
-                left, right = right, left ^ (_mixed(right + key) & mask)
+                state = right + key
+                state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+                state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+                left, right = right, left ^ ((state ^ (state >> np.uint64(31))) & mask)
             places[i] = left << half | right
             if places[i] < size:
                 break
-
-
-@kernel
-def _mixed(state):  # type: ignore[no-untyped-def]
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))

@@ -135,9 +135,8 @@ def calculations(seed: int) -> tuple[list[Fact], list[Fact]]:
                     language: {"a": words[a], "b": words[b], "c": words[result], "once": {1: "une"}.get(a, words[a])}
                     for language, words in table("lexicon")["numbers"].items()
                 }
-                parts[pair in held_out].append(
-                    Fact(f"{a} {operation} {b}", operation, "arithmetic", str(result), forms)
-                )
+                fact = Fact(f"{a} {operation} {b}", operation, "arithmetic", str(result), forms)
+                parts[pair in held_out].append(fact)
     return parts
 
 
@@ -202,10 +201,11 @@ def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
         if ("copula" in verb or "predicate_only" not in adjective) and ("animal" in noun or "color" not in adjective)
         for plural in (False, True)
     ]
-    size = round(HELD_OUT_SCENES * len(everything))
+    size, parts = round(HELD_OUT_SCENES * len(everything)), (list[Scene](), list[Scene]())
     held_out = set(random.Random(f"{seed}/agreement").sample(range(len(everything)), size))
-    used = [scene for i, scene in enumerate(everything) if i not in held_out]
-    return used, [everything[i] for i in sorted(held_out)]
+    for i, scene in enumerate(everything):
+        parts[i in held_out].append(scene)
+    return parts
 
 
 def dressed(scene: Scene, rng: random.Random) -> Scene:
