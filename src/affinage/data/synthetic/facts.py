@@ -154,24 +154,22 @@ class Scene:
     def text(self, language: str, **errors: Agreement) -> str:
         """Return the sentence; `errors` are agreements of its verb, adjective or determiner with another noun."""
         right: Agreement = (self.noun["gender"], self.plural)
-        (_, acting), (gender, plural), (of, several) = (
-            errors.get(w, right) for w in ("verb", "adjective", "determiner")
-        )
+        agreed = dict.fromkeys(("verb", "adjective", "determiner"), right) | errors
         copula, noun = "copula" in self.verb, self.noun[language][self.plural]
-        if language == "en":
-            before, quality = True, self.adjective["en"]
-        else:
+        before, quality = True, self.adjective["en"]
+        if language == "fr":
+            gender, plural = agreed["adjective"]
             elided = not copula and not self.plural and _VOWEL.match(noun)
-            forms = self.adjective.get(f"{gender}_vowel" if elided else gender) or self.adjective[gender]
-            before, quality = "before" in self.adjective, forms[plural]
+            before, forms = "before" in self.adjective, self.adjective.get(f"{gender}_vowel" if elided else gender)
+            quality = (forms or self.adjective[gender])[plural]
         group = noun if copula else f"{quality} {noun}" if before else f"{noun} {quality}"
+        gender, plural = agreed["determiner"]
         vowel = "_vowel" if bool(_VOWEL.match(group)) != ("vowel" in errors) else ""
-        article = table("lexicon")["determiners"][self.determiner][language]["plural" if several else of + vowel]
-        if article == "des " and before and not copula:  # "de petits chats"
-            article = "de "
-        place = self.place[language] if self.place else ""
-        words = [article + group, self.verb[language][acting], quality if copula else "", place]
-        return sentence(" ".join(filter(None, words))) + "."
+        determiner = table("lexicon")["determiners"][self.determiner][language]["plural" if plural else gender + vowel]
+        if determiner == "des " and before and not copula:  # "de petits chats"
+            determiner = "de "
+        verb, place = self.verb[language][agreed["verb"][1]], self.place[language] if self.place else ""
+        return sentence(" ".join(filter(None, (determiner + group, verb, quality if copula else "", place)))) + "."
 
     def wrong(self, language: str) -> dict[str, str]:
         """Return wrong versions of the sentence by what is wrong with them."""
