@@ -21,7 +21,7 @@ from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.store import COMMIT, METADATA, checksums
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.parallel import make_mesh
+from affinage.parallel.sharding import make_mesh
 from run_affinage import refused
 from waiting import until
 

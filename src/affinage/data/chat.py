@@ -276,7 +276,10 @@ def encode_conversation(
     if template is not None:
         written = (template.render(safe, add_generation_prompt=True), []) if asks else template.write(safe)
         return tokenizer.encode_rendered(*written)
-    tokenizer.require_chat_tokens()
+    if not {_START, _END} <= tokenizer.controls.keys():
+        what = "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks"
+        fix = "Add them with transformers (docs/hub.md, Chat), or keep its own: `chat_template: tokenizer`."
+        raise UserError(what, where=str(tokenizer.folder), fix=fix)
     text, spans = "", list[Span]()
     for message in safe:
         text += f"{_START}{message['role']}\n"

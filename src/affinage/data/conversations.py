@@ -21,10 +21,7 @@ _CONVERSATION = (
     'A conversation has "messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}: '
     'sharegpt), "prompt" with "completion", or "instruction" with "output" (alpaca).'
 )
-_PAIR = (
-    'A pair needs "chosen" and "rejected", with "prompt", "instruction" or "messages", or as conversations that begin '
-    "alike."
-)
+_PAIR = 'A pair has "chosen" and "rejected", with "prompt", "instruction" or "messages", or that begin alike.'
 # ShareGPT has its own names; OpenAI calls the system `developer` to some models.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
 _MESSAGES = ("messages", "conversations", "conversation")
@@ -58,11 +55,7 @@ class Example:
 
 
 def parse_conversation(item: Item, id: str) -> Example:
-    """Return the conversation of a line, in the first published form that its keys fit.
-
-    Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError for a line that is no
-    conversation.
-    """
+    """Return the conversation of a line, its text in NFC, by its keys. Raises UserError for a line that is none."""
     answer = next((item[key] for key in _ANSWERS if key in item), None)
     messages = next((item[key] for key in _MESSAGES if isinstance(item.get(key), list)), [])
     if not messages and answer is not None and (question := _question(item)):
@@ -151,19 +144,20 @@ def _text(value: Any) -> Any:
 
 def open_source(
     settings: TuningSettings, index: int, world_file: Path | None = None
-) -> tuple[str, SourceSettings, Sequence[Part]]:
-    """Return the place of a source, its settings, with the commit of a data set on the Hub, and its parts.
+) -> tuple[SourceSettings, Sequence[Part]]:
+    """Return the settings of a source, with the place and the commit at which it is read, and its parts.
 
     `world_file` is what the pocket world has for it. Raises UserError where there is nothing to read.
     """
     source = located(settings.sources[index].as_source(), settings)
-    place = str(world_file) if source.path == POCKET_WORLD and world_file is not None else source.place
-    source, parts = find_parts(source, place, place, of_text=False)
+    if source.path == POCKET_WORLD and world_file is not None:
+        source = source.model_copy(update={"path": str(world_file)})
+    source, parts = find_parts(source, source.place, of_text=False)
     parts = [part for part in parts if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
-        raise UserError("no conversations found", where=place, fix=fix)
-    return place, source, parts
+        raise UserError("no conversations found", where=source.place, fix=fix)
+    return source, parts
 
 
 def check_source(settings: TuningSettings, index: int) -> None:

@@ -45,9 +45,8 @@ class TuningTask:
     settings: SftSettings | DpoSettings
     system_prompt: str
     source: ConversationSettings
-    opened: SourceSettings  # the source in the form in which files are opened
+    opened: SourceSettings  # the source as it is opened
     name: str
-    place: str
     parts: tuple[Part, ...]
     shard: int
     shards: int
@@ -73,24 +72,22 @@ def prepare_tuning_data(
 ) -> dict[str, Any]:
     """Write `train/<source>/` and `validation/<source>/` folders of token shards into `folder`.
 
-    Several conversations share a row; each begins with <s>, so that none sees another. The sides of a pair are two
-    documents, one after the other. Which lines are sampled, limited and held out depends on their content and the seed,
-    so that equal ones stay together. Lines that hold an item of a benchmark of `searched` are left out.
-
-    Returns counts of all lines that were read, of what was left out and cut of those that are `used`, and what the rows
-    of `train` and `validation` hold. Raises UserError for a line that cannot be used, unless the settings skip it, and
-    where not one token would be trained.
+    The sides of a pair are two documents, one after the other. Which lines are sampled, limited and held out depends on
+    their content and the seed. Lines that hold an item of a benchmark of `searched` are left out.
+    Returns counts of all lines, of what was left out and cut of those that are `used`, and what the rows of `train` and
+    `validation` hold. Raises UserError for a line that cannot be used, unless the settings skip it, and where not one
+    token would be trained.
     """
     tasks: list[TuningTask] = []
     template = None if tokenizer.template is None else tokenizer.template.source
     for index, source in enumerate(settings.sources):
         name = unique(source.title, {task.name for task in tasks})
         world_file = "chat.jsonl" if isinstance(settings, SftSettings) else "preferences.jsonl"
-        place, opened, parts = open_source(settings, index, world_folder and world_folder / world_file)
+        opened, parts = open_source(settings, index, world_folder and world_folder / world_file)
         groups = divide(parts)
         tasks += [
-            TuningTask(settings, system_prompt, source, opened, name, place, group, shard, len(groups),
-                       tokenizer.folder, template, seq_len, seed, folder, searched)
+            TuningTask(settings, system_prompt, source, opened, name, group, shard, len(groups), tokenizer.folder,
+                       template, seq_len, seed, folder, searched)
             for shard, group in enumerate(groups)
         ]  # fmt: skip
     size = sum(POOL_BYTES if is_remote(task.opened) else part.bytes for task in tasks for part in task.parts)
@@ -174,7 +171,7 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
             if use == "used" and (encoded := encode_line(line, task, tokenizer, counts)):
                 tokens, mask = np.array(encoded[0], tokenizer.dtype), np.array(encoded[1], np.uint8)
                 lengths = np.where(mask, tokenizer.piece_bytes[tokens], 0).astype(np.uint32)
-                documents[part].append(Document(line.id, task.name, task.place, key, tokens, lengths, mask))
+                documents[part].append(Document(line.id, task.name, task.opened.place, key, tokens, lengths, mask))
         except UserError as error:
             if task.settings.on_error == "raise":
                 raise
@@ -238,12 +235,10 @@ def _finish(tasks: Sequence[TuningTask], written: Sequence[dict[str, Any]], toke
     task = tasks[0]
     if not any("train" in results for results in written):
         section = "sft" if isinstance(task.settings, SftSettings) else "dpo"
-        raise UserError(
-            f"not one token of {total['conversations']} conversations would be trained",
-            where=f"{section}.sources",
-            fix=f"{total['bad']} cannot be used ({first_bad}); {total['dropped']} have no answer within the context. "
-            f"Only what the assistant says is trained: look at the roles, or raise {section}.seq_len.",
-        )
+        fix = f"{total['bad']} cannot be used ({first_bad}); {total['dropped']} have no answer within the context. "
+        fix += f"Only what the assistant says is trained: look at the roles, or raise {section}.seq_len."
+        what = f"not one token of {total['conversations']} conversations would be trained"
+        raise UserError(what, where=f"{section}.sources", fix=fix)
     for key, text in {
         "bad": f"conversations cannot be used, the first: {first_bad}",
         "rewritten": "answers are not trained: the chat template writes them differently once another turn follows",
