@@ -114,7 +114,7 @@ class Uploader:
         return self._copying
 
     def settle(self, seconds_left: Callable[[], float] = lambda: math.inf) -> str:
-        """Wait until all is there, an attempt has failed or `seconds_left()` is 0; returns "", or why not all is there."""
+        """Wait until all is there, a copy has failed or `seconds_left()` is 0; returns "", or why not all is there."""
         self.saved()
         while self._requests.unfinished_tasks:
             if seconds_left() <= 0:
