@@ -5,7 +5,7 @@ import re
 from contextlib import contextmanager
 from pathlib import Path
 
-from affinage.checkpoint.metadata import METADATA
+from affinage.checkpoint.store import METADATA
 from affinage.pipeline.models import resolve, results_folder
 from benchmark_fixtures import write_items as write_benchmark
 from choice_task import sums, write_items, write_task
