@@ -10,19 +10,7 @@ from typer.core import TyperGroup
 
 from affinage.cli import terminal
 from affinage.cli.run import verb_until
-from affinage.cli.terminal import (
-    RUNS,
-    JsonOption,
-    RunArgument,
-    RunsOption,
-    arg,
-    counted,
-    emit,
-    find,
-    opt,
-    verbs,
-    working,
-)
+from affinage.cli.terminal import RUNS, JsonOption, RunArgument, RunsOption, arg, emit, find, opt, verbs, working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -197,7 +185,7 @@ def verify(name: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOptio
         rows = [{"step": step, "corruption": store.verify(step) or None} for step in steps]
     emit(rows, as_json, terminal.described([row | {"corruption": row["corruption"] or "none"} for row in rows]))
     if corrupted := sum(row["corruption"] is not None for row in rows):
-        what = f"corrupted: {corrupted} of {counted(len(rows), 'checkpoint')}"
+        what = f"corrupted: {corrupted} of {terminal.counted(len(rows), 'checkpoint')}"
         fix = "A training resumes from the newest intact one by itself; copy a corrupted one again if it has a copy."
         raise UserError(what, where=name, fix=fix)
 
