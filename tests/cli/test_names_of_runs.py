@@ -33,9 +33,8 @@ def test_a_path_comes_before_a_run_and_a_run_before_a_packaged_recipe(tmp_path: 
     status, _, said = affinage("generate", "quickstart", "x", "--max-new-tokens", "1")
     assert status == 0 and "runs/quickstart" in said
     assert resolve("./quickstart", RUNS).warning == "" and resolve("runs/quickstart", RUNS).kind == "run"
-
-
-def test_a_run_with_the_name_and_not_the_settings_of_a_packaged_recipe_is_told(affinage):
+    shutil.rmtree("quickstart")
+    # One with the name and not the settings of a packaged recipe is told, too.
     status, out, said = affinage("config", "show", "quickstart", "tokenizer.vocab_size")
     assert status == 0 and out.split()[3:5] == ["tokenizer.vocab_size", "512"], said
     assert "quickstart.yaml" in said.replace("\n", "")
@@ -97,16 +96,12 @@ def test_a_run_is_run_by_its_name_with_the_settings_it_has(affinage, answer):
     assert "recipes/tiny.yaml" in json.loads((RUN / "run.json").read_text())["recipe"]
 
 
-@pytest.mark.full
-def test_what_the_run_exported_itself_is_verified_where_it_is(affinage):
-    status, out, said = affinage("export", "quickstart", "--verify")
-    assert status == 0 and "runs/quickstart/export/model" in out, said
-    assert "transformers computes the same: logits of" in out
-
-
-def test_what_the_run_exported_itself_is_not_written_again(affinage):
+@pytest.mark.parametrize("verify", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_what_the_run_exported_itself_is_not_written_again_and_verified_where_it_is(verify: bool, affinage):
     before = made()
-    assert "runs/quickstart/export/model" in affinage("export", "quickstart")[1] and made() == before
+    status, out, said = affinage("export", "quickstart", *(["--verify"] if verify else []))
+    assert status == 0 and "runs/quickstart/export/model" in out and made() == before, said
+    assert verify == ("transformers computes the same: logits of" in out)
     for words in (["--dtype", "bfloat16"], ["--set", "export.dtype=bfloat16"]):
         assert affinage("export", "quickstart", *words)[0] == 0
     assert [name.partition("-")[0] for name in made() - before] == ["export"]

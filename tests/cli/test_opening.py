@@ -36,7 +36,7 @@ def affinage(affinage, folder: Path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["theirs", "ours"])
-def test_weights_are_read_into_the_parts_of_a_mesh(folder: Path, name: str):
+def test_weights_are_read_into_the_parts_of_a_mesh_and_say_the_same(folder: Path, name: str, affinage):
     whole = open_model(str(folder / name), folder).params
     split = open_model(str(folder / name), folder, mesh={"fsdp": 2, "tensor": 2}).params
     device = jax.devices()[0]
@@ -44,10 +44,7 @@ def test_weights_are_read_into_the_parts_of_a_mesh(folder: Path, name: str):
     assert all(leaf.addressable_data(0).devices() == {device} for leaf in jax.tree.leaves(split))
     assert held < 0.27 * sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
     assert jax.tree.all(jax.tree.map(lambda a, b: (jax.device_get(a) == jax.device_get(b)).all(), whole, split))
-
-
-def test_a_model_over_a_mesh_says_the_same(affinage):
-    words = ["generate", "ours", *PROMPTS, "--max-new-tokens", "8", "--json"]
+    words = ["generate", name, *PROMPTS, "--max-new-tokens", "8", "--json"]
     said = [affinage(*words, *mesh) for mesh in ([], ["--mesh", "tensor=2"])]
     assert [status for status, _, _ in said] == [0, 0] and said[0][1] == said[1][1] != ""
 

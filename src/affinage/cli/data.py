@@ -86,8 +86,8 @@ def search(
 
     with working(f"reading the documents of {folder.name}"):
         documents = list(itertools.islice(TrainingRows(folder, "pretrain").find(text), limit + 1))
-    more = len(documents) > limit
-    emit({"run": str(folder), "text": text, "documents": documents[:limit], "more": more}, as_json)
+    facts = {"run": str(folder), "text": text, "documents": documents[:limit], "more": len(documents) > limit}
+    emit(facts, as_json, None if documents else ["In no document that was trained on or held out."])
 
 
 @data.command()
@@ -123,7 +123,7 @@ def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
     steps = {name: result.model_dump(include=counts) for name, result in results.items() if result}
     packed = read_result(folder / "tokenize", SequencesResult)
     parts = packed.model_dump(include={"groups", "validation"}) if packed else {}
-    emit({"steps": steps, "trained on": parts.get("groups"), "held out": parts.get("validation")}, as_json)
+    emit({"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}, as_json)
 
 
 def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:
