@@ -77,10 +77,3 @@ def test_json_is_one_document_on_standard_output(words: list[str], tells, here: 
     status, out, said = affinage(*words, "--json")
     assert status == 0, said
     assert tells(json.loads(out)) and "\x1b" not in out + said
-
-
-def test_generate_writes_a_json_document_for_each_prompt(here: Path, affinage):
-    status, out, _ = affinage("generate", "tiny", "The capital", "La monnaie", "--max-new-tokens", "4", "--json")
-    told = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and [one["prompt"] for one in told] == ["The capital", "La monnaie"]
-    assert {one["finish_reason"] for one in told} <= {"length", "eos", "stop"} and told[0]["model"] == "tiny/dpo"

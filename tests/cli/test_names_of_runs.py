@@ -85,10 +85,7 @@ def test_set_and_force_work_the_second_time_as_the_first(affinage, answer):
     status, _, said = affinage("eval", "quickstart", "--set", "pretrain.steps=21")
     wanted = "affinage run quickstart --set pretrain.steps=21 --until evaluate-base"
     assert status == 2 and wanted in " ".join(said.split()) and made() == before
-
-
-def test_a_run_is_run_by_its_name_with_the_settings_it_has(affinage, answer):
-    before = made()
+    # It is run by its name with the settings it has.
     settings = [word for word in WORDS if word != WORDS[0]]
     rows = answer("run", "quickstart", "--dry-run")
     assert {row["step"] for row in rows if row["runs"]} <= {"export", "report"}, "they have its name"

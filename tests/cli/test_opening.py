@@ -11,28 +11,21 @@ import pytest
 from affinage.pipeline.opening import import_model, open_model
 
 PROMPTS = ["The capital of France", "La monnaie du"]
-LONG = 5000  # tokens, of a context
 LATIN = "été".encode("latin-1").decode("utf-8", "surrogateescape")  # as Python gives the words of a command line
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the tiny run, of 64 tokens, a Hugging Face folder `theirs` and imported as `ours`; `long` says that
-    it takes 5,000."""
-    folder, exported = tmp_path_factory.mktemp("models"), tiny_runs / "tiny" / "export" / "model"
-    for name in ("theirs", "long"):
-        shutil.copytree(exported, folder / name)
+    """The model of the tiny run, of 64 tokens, as a Hugging Face folder `theirs` and imported as `ours`."""
+    folder = tmp_path_factory.mktemp("models")
+    shutil.copytree(tiny_runs / "tiny" / "export" / "model", folder / "theirs")
     import_model(folder / "theirs", folder / "ours", "ours")
-    config = json.loads((folder / "long" / "config.json").read_text())
-    (folder / "long" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG}))
     return folder
 
 
-@pytest.fixture
-def affinage(affinage, folder: Path, monkeypatch):
-    """The program, where the models are."""
+@pytest.fixture(autouse=True)
+def here(folder: Path, monkeypatch):
     monkeypatch.chdir(folder)
-    return affinage
 
 
 @pytest.mark.parametrize("name", ["theirs", "ours"])
@@ -46,7 +39,9 @@ def test_weights_are_read_into_the_parts_of_a_mesh_and_say_the_same(folder: Path
     assert jax.tree.all(jax.tree.map(lambda a, b: (jax.device_get(a) == jax.device_get(b)).all(), whole, split))
     words = ["generate", name, *PROMPTS, "--max-new-tokens", "8", "--json"]
     said = [affinage(*words, *mesh) for mesh in ([], ["--mesh", "tensor=2"])]
-    assert [status for status, _, _ in said] == [0, 0] and said[0][1] == said[1][1] != ""
+    assert [status for status, _, _ in said] == [0, 0] and said[0][1] == said[1][1]
+    told = [json.loads(line) for line in said[0][1].splitlines()]
+    assert [one["prompt"] for one in told] == PROMPTS and {one["finish_reason"] for one in told} <= {"length", "eos"}
 
 
 @pytest.mark.parametrize(
