@@ -65,6 +65,8 @@ def test_a_model_is_said_to_be_at_its_step(affinage, answer):
     state = {"model": "quickstart/pretrain", "step": 18, "steps": 20}
     assert status == 0 and json.loads(out).items() >= state.items()
     assert "quickstart/pretrain, step 18 of 20" in said
+    status, _, said = affinage("generate", "quickstart/pretrain@999", "x")
+    assert status == 2 and "999 of 20" not in said, "what is not there is at no step"
     assert answer("eval", "quickstart/sft", "--limit", "1").items() >= {"step": 5, "steps": 5}.items()
     (RUN / "pretrain" / MANIFEST).unlink()  # as while it is trained
     assert "step 20 of 20" in affinage("generate", "quickstart/pretrain", "x", "--max-new-tokens", "1")[2]
@@ -86,10 +88,9 @@ def test_set_and_force_work_the_second_time_as_the_first(affinage, answer):
     wanted = "affinage run quickstart --set pretrain.steps=21 --until evaluate-base"
     assert status == 2 and wanted in " ".join(said.split()) and made() == before
     # It is run by its name with the settings it has.
-    settings = [word for word in WORDS if word != WORDS[0]]
     rows = answer("run", "quickstart", "--dry-run")
     assert {row["step"] for row in rows if row["runs"]} <= {"export", "report"}, "they have its name"
-    assert affinage("run", "quickstart", "--until", "dpo", *settings)[0] == 0 and made() == before
+    assert affinage("run", "quickstart", "--until", "dpo", *WORDS[1:])[0] == 0 and made() == before
     assert "recipes/tiny.yaml" in json.loads((RUN / "run.json").read_text())["recipe"]
 
 

@@ -64,8 +64,8 @@ def test_values_in_effect_are_shown_with_where_they_come_from(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     text = "base: quickstart\nname: a\npretrain:\n  log_every: 7\nsft: null\ndpo: null\ndata: {dedup: null}\n"
     (tmp_path / "a.yaml").write_text(text)
-    shown = answer("config", "show", "a.yaml", "--set", "pretrain.batch_size=3")
-    rows = {row["key"]: (row["value"], row["origin"]) for row in shown}
+    words = ("config", "show", "a.yaml", "--set", "pretrain.batch_size=3")
+    rows = {row["key"]: (row["value"], row["origin"]) for row in answer(*words)}
     assert rows["pretrain.log_every"] == (7, "a.yaml:4")
     assert rows["pretrain.batch_size"] == (3, "--set pretrain.batch_size")
     assert rows["pretrain.optimizer.eps"][1] == "default" and "quickstart.yaml:" in rows["tokenizer.vocab_size"][1]

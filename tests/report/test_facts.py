@@ -48,8 +48,7 @@ def test_any_stage_may_be_absent_and_a_validation_without_a_finite_loss_is_no_po
     assert facts.training("pretrain").validation == before
     write_json(run / "report" / "manifest.json", {"step": "report", "seconds": 3.0, "started": 1})
     assert collect_facts(run) == facts, "a run takes as long before as after its report"
-    absent = "evaluate-sft sft sft-data evaluate-base pretrain tokenize train-tokenizer dedup".split()
-    for stage in absent:
+    for stage in "evaluate-sft sft sft-data evaluate-base pretrain tokenize train-tokenizer dedup".split():
         (run / stage / "manifest.json").unlink()  # as if the stage had not finished
         assert stage not in {one.step for one in collect_facts(run).steps}
         assert stage not in ("evaluate-base", "dedup") or render(collect_facts(run))
