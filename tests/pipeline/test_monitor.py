@@ -20,7 +20,6 @@ from affinage.config.load import load_recipe
 from affinage.errors import UserWarned
 from affinage.evaluation.run import evaluate
 from affinage.generation.engine import LoadedModel
-from affinage.pipeline.build import build_steps
 from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, right_items
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext
@@ -118,37 +117,27 @@ def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_p
     kinds = "".join(f"- {{name: {name}, filter: [{{function: take_first}}]}}\n" for name in ("strict", "flexible"))
     task.write_text(f"{task.read_text()}filter_list:\n{kinds}")
     evaluate(tiny_llama(), [str(task)], folder=tmp_path)
-    found = [json.loads(line) for line in (tmp_path / "items" / "sums.jsonl").read_text().splitlines()]
+    found = tiny.lines(tmp_path / "items", "sums.jsonl")
     assert len(found) == 12 and right_items(found) == [line["acc"] for line in found[:6]]
     # Where filters do not agree, the first one counts, as in the harness's own tables.
     items = [{"id": n, "exact_match": float(n < 2 or flexible)} for flexible in (False, True) for n in (2, 0, 1)]
     assert right_items(items) == [1, 1, 0] and right_items([{"id": 0, "bleu": 0.5}]) is None
 
 
-def test_a_training_ends_when_its_rows_were_seen_often_enough(capsys: pytest.CaptureFixture[str]):
+def test_a_training_ends_when_its_rows_were_seen_often_enough_or_is_warned_of(capsys: pytest.CaptureFixture[str]):
     """With the schedule."""
-    asked = load_recipe(TINY, ["sft.steps=500", "sft.num_epochs=2", "sft.schedule.warmup_steps=50"]).recipe.sft
+    loaded = load_recipe(TINY, ["sft.steps=500", "sft.num_epochs=2", "sft.schedule.warmup_steps=50"]).recipe
     feed: Any = SimpleNamespace(epochs=lambda steps: {"much": steps / 100, "few": steps / 10})
-    fitted = within_epochs(asked, feed, "sft")
+    fitted = within_epochs(loaded.sft, feed, "sft")
     assert (fitted.steps, fitted.schedule.warmup_steps) == (20, 2)
     assert "sft: ends at step 20 of 500" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("often", "warned"), [(40, False), (226, True)])
-def test_a_pretraining_that_reads_its_data_very_many_times_over_is_warned_of(often: float, warned: bool):
-    asked = load_recipe(TINY, []).recipe.pretrain
-    feed: Any = SimpleNamespace(epochs=lambda steps: {"much": 1.0, "few": often})
-    with pytest.warns(UserWarned, match="pretrain reads its data 226 times") if warned else nullcontext():
-        assert within_epochs(asked, feed, "pretrain") == asked
-
-
-def test_how_benchmarks_are_computed_is_in_no_key():
-    def config(**settings: object) -> dict[str, object]:
-        given = json.dumps({"tasks": ["piqa"], "every_steps": 2, **settings})
-        road = build_steps(load_recipe(TINY, [f"sft.monitor={given}"]))
-        return next(step.config for step in road if step.name == "sft")
-
-    assert config() == config(data_dir="/nowhere") != config(limit=50)
+    for often, seen in (
+        (40, nullcontext()),
+        (226, pytest.warns(UserWarned, match="pretrain reads its data 226 times")),
+    ):
+        feed = SimpleNamespace(epochs=lambda steps, often=often: {"much": 1.0, "few": often})
+        with seen:
+            assert within_epochs(loaded.pretrain, feed, "pretrain") == loaded.pretrain
 
 
 # ---- pretraining
@@ -196,7 +185,7 @@ def base(runs: Path) -> SimpleNamespace:
 def answers(model: LoadedModel, task: Path, folder: Path) -> list[int]:
     """Which items of the task the model has right, when it is evaluated as any model is."""
     evaluate(model, [str(task)], folder=folder)
-    return [int(json.loads(line)["acc"]) for line in (folder / f"items/{task.stem}.jsonl").read_text().splitlines()]
+    return [int(row["acc"]) for row in tiny.lines(folder / "items", f"{task.stem}.jsonl")]
 
 
 def watched(base: SimpleNamespace, **settings: object) -> dict[str, object]:
