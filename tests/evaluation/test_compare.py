@@ -1,19 +1,17 @@
 """Paired differences: items found again by their hash, intervals as scipy's, real changes told from noise."""
 
-import json
-
 import numpy as np
 import pytest
 from scipy import stats
 
 from affinage.evaluation.results import compare, read_answers
 from run_affinage import refused
+from source_forms import write_lines
 
 
 def lines(folder, task, *rows):
     """A folder of results with one task, whose items have these lines."""
-    (folder / "items").mkdir(parents=True, exist_ok=True)
-    (folder / "items" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "items" / f"{task}.jsonl", rows)
     return read_answers(folder)
 
 

@@ -1,26 +1,27 @@
 """A recipe that begins with an imported model, or extends the run of another."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from test_what_runs_and_why import keys
 
 from affinage.config.load import load_recipe
 from affinage.hub.folder import CardFacts, export
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import is_chat
 from affinage.pipeline.opening import import_model, open_model
-from affinage.pipeline.runner import PipelineRunner
 from affinage.results import read_json_lines
 from run_affinage import refused, run
 from tiny_models import CONTEXT, tiny_llama
+from tiny_run import RECIPE
 
 _STEPS = ["steps=1", "batch_size=4", "schedule={peak_lr: 1.0e-12, min_lr: 0}", "eval_sequences=4"]
 PRETRAIN = [f"pretrain.{setting}" for setting in _STEPS]
-SOURCE = "{path: pocket-world, max_bytes: 0.02MB}"
-POCKET = f"data={{sources: [{SOURCE}], languages: [en, fr], split: {{validation_fraction: 0.2}}}}"
+POCKET = "data={sources: [{path: pocket-world, max_bytes: 0.02MB}], split: {validation_fraction: 0.2}}"
 SFT = ["sft={sources: [talks.jsonl], steps: 1, batch_size: 4, schedule: {peak_lr: 1.0e-12, min_lr: 0}}"]
 SFT += ["sft.validation_fraction=0", "sft.num_epochs=null", "data=null", "pretrain=null", "mesh={data: 1}"]
 
@@ -71,46 +72,37 @@ def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
     assert config["base_model_name_or_path"] == str(imported.parent / "hub")
 
 
-def requests(recipe: Path, runs: Path) -> dict[str, str]:
-    loaded = load_recipe(recipe, [*PRETRAIN, POCKET])
-    return {step.name: step.request.key for step in PipelineRunner(loaded, runs, build_steps(loaded)).plan()}
-
-
 def test_other_weights_make_other_results(imported, tmp_path):
-    before = requests(imported / "recipe.yaml", tmp_path)
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    for name in ("recipe.yaml", "model.json"):
-        (other / name).write_bytes((imported / name).read_bytes())
-    assert requests(other / "recipe.yaml", tmp_path) == before, "the folder's name does not count"
+    def keys_of(folder: Path) -> dict[str, str]:
+        return keys(load_recipe(folder / "recipe.yaml", [*PRETRAIN, POCKET]))
+
+    before, other = keys_of(imported), shutil.copytree(imported, tmp_path / "elsewhere")
+    assert keys_of(other) == before, "the folder's name does not count"
     facts = json.loads((other / "model.json").read_text())
     facts["imported"]["sha256"]["weights"] = "0" * 64
     (other / "model.json").write_text(json.dumps(facts))
-    after = requests(other / "recipe.yaml", tmp_path)
-    assert after["pretrain"] != before["pretrain"] and after["split"] == before["split"]
+    assert keys_of(other)["pretrain"] != before["pretrain"] and keys_of(other)["split"] == before["split"]
 
 
 def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_path, capsys):
     train(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "model.nodes.blocks.repeat=3", status=2)
-    told = capsys.readouterr().err
-    assert "blocks.attention.key.kernel" in told
+    assert "blocks.attention.key.kernel" in capsys.readouterr().err
     assert refused(build_steps, load_recipe(imported / "recipe.yaml", ["init_from=nowhere"]), match="`nowhere`").fix
 
 
 # ---- a recipe that extends the run of another
 
 
-TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 CONSTANT = "pretrain.schedule.name=constant"  # a longer run has the same rates
 LONGER = ["name=longer", "pretrain.resume_from=runs/short/pretrain", "pretrain.steps=14", CONSTANT]
 
 
 def test_an_extension_continues_a_run_which_stays_as_it_is(own_runs: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(own_runs.parent)
-    run("train", TINY, settings=["name=short", "pretrain.steps=10", CONSTANT])
+    run("train", RECIPE, settings=["name=short", "pretrain.steps=10", CONSTANT])
     old = Path("runs/short/pretrain").resolve()
     manifest = (old / "manifest.json").read_bytes()
-    run("train", TINY, settings=LONGER)
+    run("train", RECIPE, settings=LONGER)
     assert Path("runs/short/pretrain").resolve() == old and (old / "manifest.json").read_bytes() == manifest
     summary = json.loads(Path("runs/longer/pretrain/summary.json").read_text())
     assert summary["steps"] == 14 and summary["resumed_at"] == [10]
@@ -119,7 +111,7 @@ def test_an_extension_continues_a_run_which_stays_as_it_is(own_runs: Path, monke
     assert Path("runs/longer/tokenize").resolve() == Path("runs/short/tokenize").resolve()
 
     def sources(*words: str) -> dict[str, str]:
-        steps = build_steps(load_recipe(TINY, [*LONGER, *words]))
+        steps = build_steps(load_recipe(RECIPE, [*LONGER, *words]))
         return next(step.sources for step in steps if step.name == "pretrain")
 
     # The key has the checkpoint, and not where it is.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import tiny_run
 from affinage.config.load import load_recipe
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.pipeline.step import Step, StepContext
@@ -22,7 +23,6 @@ from affinage.pipeline.store import Request, Store, read_manifest, read_request
 from affinage.results import RESULT, read_json
 from run_affinage import refused, run
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 REQUEST = Request("filter", 1, {"data": {"filters": {"min_characters": 3}}}, {"ingest": "abc"}, {"a.txt": "1"})
 
 
@@ -85,11 +85,9 @@ def test_killed_at_any_moment_a_manifest_never_names_what_is_not_there(tmp_path,
     time.sleep(delay)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    store = Store(tmp_path)
     for folder in tmp_path.glob("s-*"):
-        request = read_request(folder)
         if read_manifest(folder):
-            assert not store.damage(request), "complete"
+            assert not Store(tmp_path).damage(read_request(folder)), "complete"
             assert (folder / "c").read_bytes() == bytes(50_000)
 
 
@@ -103,10 +101,9 @@ main(sys.argv[1:])
 
 def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_later(tmp_path, monkeypatch):
     """Files may not become larger than a limit, which a writer meets as it meets a full disk."""
-    text = random.Random(0).randbytes(100_000).hex()
-    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "text.txt").write_text(random.Random(0).randbytes(100_000).hex())
     monkeypatch.chdir(tmp_path)
-    command = ["run", str(RECIPES / "tiny.yaml"), "--set", "data.sources=[text.txt]", "--until", "ingest"]
+    command = ["run", str(tiny_run.RECIPE), "--set", "data.sources=[text.txt]", "--until", "ingest"]
     full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True, timeout=300)
     assert full.returncode == 2, full.stderr
     assert "Make room" in full.stderr and "Traceback" not in full.stderr
@@ -126,17 +123,9 @@ print("done", flush=True)
 """
 
 
-def shared(context: StepContext) -> dict:
-    return _made(context)
-
-
-def own(context: StepContext) -> dict:
-    assert (context.inputs["shared"] / "text").read_text() == "shared"
-    return _made(context)
-
-
-def _made(context: StepContext) -> dict:
+def make(context: StepContext) -> dict:
     stage = context.folder.name.partition("-")[0]
+    assert all((folder / "text").read_text() == name for name, folder in context.inputs.items())
     with open("made.log", "a") as log:
         log.write(f"{stage} of {context.recipe.name}\n")
     if os.environ.get("HELD_IN") == stage:
@@ -150,7 +139,7 @@ def _made(context: StepContext) -> dict:
 
 def runner(name: str, held_in: str = "", force: tuple[str, ...] = ()) -> PipelineRunner:
     os.environ["HELD_IN"] = held_in
-    road = [Step("shared", shared, {}), Step("own", own, {"name": name}, ("shared",))]
+    road = [Step("shared", make, {}), Step("own", make, {"name": name}, ("shared",))]
     return PipelineRunner(load_recipe("r.yaml", [f"name={name}"]), Path("runs"), road, force=force)
 
 
@@ -174,10 +163,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         each.communicate()
 
 
-def made() -> list[str]:
-    return Path("made.log").read_text().splitlines()
-
-
 class Heard(io.StringIO):
     """A standard output that acts on the first line it gets."""
 
@@ -191,18 +176,13 @@ class Heard(io.StringIO):
         return super().write(text)
 
 
-def go_on(process: subprocess.Popen) -> None:
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
 def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start):
     first = start("a", "shared")
-    with contextlib.redirect_stdout(Heard(lambda: go_on(first))) as said:
+    with contextlib.redirect_stdout(Heard(lambda: print(file=first.stdin, flush=True))) as said:
         assert list(runner("b").run(ProgressListener())) == ["own"]
     assert said.getvalue().count("\n") == 1 and "shared: waiting" in said.getvalue()
     assert first.stdout.readline() == "done\n"
-    assert sorted(made()) == ["own of a", "own of b", "shared of a"]
+    assert sorted(Path("made.log").read_text().split("\n")) == ["", "own of a", "own of b", "shared of a"]
     assert os.path.samefile("runs/a/shared", "runs/b/shared")
 
 
@@ -211,8 +191,7 @@ def test_another_run_goes_on_beside_one_and_a_second_start_of_the_same_is_refuse
     assert list(runner("b").run(ProgressListener())) == ["own"]
     mistake = refused(lambda: runner("a").run(ProgressListener()))
     assert "runs/a" in str(mistake) and mistake.fix
-    assert made() == ["shared of a", "own of a", "own of b"]
-
+    assert Path("made.log").read_text() == "shared of a\nown of a\nown of b\n"
     first.send_signal(signal.SIGKILL)  # what it has started outlives it, and holds nothing
     first.wait()
     assert list(runner("a").run(ProgressListener())) == ["own"]

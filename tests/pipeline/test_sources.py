@@ -70,20 +70,16 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-def url_of(hub: Hub) -> str:
+def with_headers(hub: Hub, **headers: str) -> str:
+    """The URL of its file."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    hub.faults[:] = [Fault("text.txt", 200, named, times=99)]
     return f"{hub.address}/me/files/resolve/main/text.txt"
 
 
-def with_headers(hub: Hub, **headers: str) -> None:
-    hub.faults[:] = [
-        Fault("text.txt", 200, {name.replace("_", "-"): value for name, value in headers.items()}, times=99)
-    ]
-
-
 def test_a_url_is_known_by_its_etag_or_its_time_and_else_or_without_an_answer_as_before(hub: Hub):
-    url = url_of(hub)
     for etag in ({"ETag": '"1"'}, {}):
-        with_headers(hub, **etag, Last_Modified="Mon")
+        url = with_headers(hub, **etag, Last_Modified="Mon")
         before = remote_fingerprints([url], {})
         assert remote_fingerprints([url], {"else": "x"}) == before
         with_headers(hub, **({"ETag": '"2"', "Last_Modified": "Mon"} if etag else {"Last_Modified": "Tue"}))
@@ -102,7 +98,8 @@ def ingest(recipe: Path, *words: str) -> None:
 
 def test_a_changed_url_is_fetched_again_and_so_is_any_by_force(hub: Hub, tmp_path: Path, capsys):
     recipe = tmp_path / "web.yaml"
-    recipe.write_text(RECIPE.format(url=url_of(hub)))
+    url = f"{hub.address}/me/files/resolve/main/text.txt"
+    recipe.write_text(RECIPE.format(url=url))
 
     def text() -> bytes:
         [file] = (tmp_path / "runs/web/ingest").rglob("*.parquet")
@@ -116,7 +113,7 @@ def test_a_changed_url_is_fetched_again_and_so_is_any_by_force(hub: Hub, tmp_pat
     ingest(recipe)
     assert "files changed" in capsys.readouterr().out and b"Another text" in text()
     with_headers(hub)  # and another text
-    with pytest.warns(UserWarned, match=f"cannot check whether {url_of(hub)} has changed"):
+    with pytest.warns(UserWarned, match=f"cannot check whether {url} has changed"):
         ingest(recipe)
     assert "Nothing to do" in capsys.readouterr().out
     ingest(recipe, "--force", "ingest")
