@@ -41,10 +41,6 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(folder)
 
 
-def _initialise(graph, seed):
-    return jax.jit(partial(init_params, graph))(jax.random.key(seed))  # jitted, it compiles once instead of per weight
-
-
 @lru_cache
 def tiny_llama(seed: int = 0, scale: float = 6.0, layers: int = 1) -> LoadedModel:
     """Layers of width 32 with grouped queries. Weights are scaled up, so that the most likely token varies.
@@ -54,7 +50,10 @@ def tiny_llama(seed: int = 0, scale: float = 6.0, layers: int = 1) -> LoadedMode
     The logits of control tokens and of single bytes are 0, so that it says text, if not sense.
     """
     graph = parse(tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, attention={"kv_heads": 2}))
-    params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, _initialise(graph, seed))
+    params = jax.jit(partial(init_params, graph))(
+        jax.random.key(seed)
+    )  # jitted, it compiles once instead of per weight
+    params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, params)
     words = jnp.arange(VOCABULARY) >= FIRST_PIECE
     params["logits"]["kernel"] = params["logits"]["kernel"] * words[:, None]
     return LoadedModel(graph, params, tokenizer(), "tiny", CONTEXT)
@@ -86,19 +85,10 @@ def with_template(template: str | None, system_prompt: str) -> LoadedModel:
     return replace(tiny_llama(), tokenizer=own, system_prompt=system_prompt)
 
 
-@lru_cache
-def tiny_gpt2() -> LoadedModel:
-    """GPT-2 of width 32: learned positions, layer norms, biases, tied embeddings."""
-    graph = parse(tiny_graphs.gpt2(vocabulary=VOCABULARY, context=CONTEXT))
-    return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny-gpt2", CONTEXT)
-
-
-@lru_cache
-def tiny_mixtral() -> LoadedModel:
-    """`tiny_llama` of two layers with four experts, two for each token."""
-    experts = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24, "z_loss_weight": 0.0}
-    graph = parse(tiny_graphs.llama(layers=2, vocabulary=VOCABULARY, attention={"kv_heads": 2}, ffn=experts))
-    return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny", CONTEXT)
+def model_of(mapping) -> LoadedModel:
+    """A model of random weights with the same tokenizer."""
+    graph = parse(mapping)
+    return LoadedModel(graph, tiny_graphs.random_params(graph), tokenizer(), "tiny", CONTEXT)
 
 
 def fused_experts(tensors):

@@ -1,14 +1,15 @@
-"""What `evaluate` reports and writes."""
+"""What `evaluate` reports and writes, and what two models' results say of their difference."""
 
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from lm_eval.api.instance import Instance
+from scipy import stats
 
-import choice_task
 from affinage.data.decontaminate import Contamination
 from affinage.evaluation.harness import cached
 from affinage.evaluation.results import RESULTS, compare, contamination_of, fingerprint, read_answers, write_results
@@ -17,6 +18,7 @@ from affinage.results import read_json, read_json_lines
 from benchmark_fixtures import write_items
 from choice_task import sums, write_task
 from run_affinage import refused
+from source_forms import write_lines
 from tiny_models import tiny_llama
 
 ITEMS = [{"question": f"{n} plus {n} is", "choices": ["one", "two", "three"], "right": n % 3} for n in range(7)]
@@ -43,7 +45,7 @@ def lines_of(folder: Path, task: str) -> list[dict]:
 
 
 def test_a_base_model_is_not_asked_to_chat_and_items_longer_than_the_context_are_counted(world, tmp_path, capfd):
-    choice_task.write_items(world / "tasks", [*ITEMS[:6], ITEMS[6] | {"question": "seven plus " * 60}])
+    write_lines(world / "tasks/items.jsonl", [*ITEMS[:6], ITEMS[6] | {"question": "seven plus " * 60}])
     results = evaluate(tiny_llama(), ["pocket-world"], world=world, folder=tmp_path / "out")
     assert results["skipped"] == ["answers"] and read_json(tmp_path / "out" / RESULTS) == results
     sums = results["tasks"]["sums"]
@@ -253,3 +255,73 @@ def test_a_score_without_the_items_found_is_of_the_others(found: str, metric: st
     assert told["items"] == 4
     left = told["without"].get(metric)
     assert left == rest if rest is None else (left["value"], left["stderr"]) == pytest.approx(rest)
+
+
+# ---- paired differences: items are found again by their hash, intervals are scipy's
+
+
+def written(folder, task, *rows):
+    """A folder of results with one task, whose items have these lines."""
+    write_lines(folder / "items" / f"{task}.jsonl", rows)
+    return read_answers(folder)
+
+
+def write_scored(folder, task, rows):
+    return written(folder, task, *({"hash": key, "acc": value} for key, value in rows))
+
+
+def test_differences_are_paired_over_the_items_that_both_have(tmp_path):
+    random = np.random.default_rng(0)
+    a, b = random.integers(0, 2, 200), random.integers(0, 2, 200)
+    keys = [f"h{n}" for n in range(200)]
+    one = write_scored(tmp_path / "a", "piqa", [*zip(keys, a.tolist()), ("only a", 1)])
+    order = random.permutation(200)
+    two = write_scored(tmp_path / "b", "piqa", [(keys[n], int(b[n])) for n in order])
+    (found,) = compare(one, two)
+    assert (found.items, found.unmatched) == (200, 1)
+    test = stats.ttest_rel(b, a)
+    assert found.difference == pytest.approx((b - a).mean()) and found.b - found.a == pytest.approx(found.difference)
+    assert found.difference / found.stderr == pytest.approx(test.statistic)
+    assert (found.low, found.high) == pytest.approx(tuple(test.confidence_interval(0.95)), abs=1e-6)
+    better, worse = int(((b - a) > 0).sum()), int(((b - a) < 0).sum())
+    assert found.p == pytest.approx(stats.binomtest(better, better + worse).pvalue)  # McNemar's exact test
+
+
+def test_a_few_items_prove_little_and_identical_answers_differ_in_nothing(tmp_path):
+    wrong, right = (write_scored(tmp_path / str(acc), "t", [("0", acc), ("1", acc)]) for acc in (0, 1))
+    (found,) = compare(wrong, right)
+    assert found.difference == 1 and found.p == pytest.approx(0.5) and not found.is_real
+    (same,) = compare(right, right)
+    assert same.difference == same.stderr == 0 and not same.is_real
+
+
+def test_answers_read_by_two_filters_are_two_scores_of_the_same_items(tmp_path):
+    def of(name, **right):
+        scored = ((n, kind, value) for kind, values in right.items() for n, value in enumerate(values))
+        rows = ({"hash": f"{n}", "filter": kind, "exact_match": value} for n, kind, value in scored)
+        return written(tmp_path / name, "gsm8k", *rows)
+
+    found = compare(of("a", strict=(0, 0, 1), flexible=(1, 1, 1)), of("b", strict=(1, 0, 1), flexible=(1, 1, 1)))
+    differences = {each.metric: (each.items, each.difference) for each in found}
+    assert differences == {"exact_match,strict": (3, pytest.approx(1 / 3)), "exact_match,flexible": (3, 0)}
+
+
+def test_tasks_that_were_not_asked_alike_are_named(tmp_path):
+    def of(folder, task, prompts, answer="t"):
+        rows = [{"hash": str(n), "prompt_hash": p, "target_hash": answer, "acc": 1} for n, p in enumerate(prompts)]
+        return written(tmp_path / folder, task, *rows)
+
+    def asked_otherwise(other):
+        return [(each.task, each.asked_otherwise) for each in compare(zero, other)]
+
+    zero = of("zero", "boolq", ["a", "b", "c"])
+    assert asked_otherwise(zero) == [("boolq", 0)]
+    assert asked_otherwise(of("few", "boolq", ["a", "more b", "more c"])) == [("boolq", 2)]
+    assert asked_otherwise(of("mended", "boolq", ["a", "b", "c"], answer="u")) == [("boolq", 3)]
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    one, two = write_scored(tmp_path / "a", "t", [("x", 0)]), write_scored(tmp_path / "b", "u", [("x", 0)])
+    unscored = written(tmp_path / "c", "t", *({"hash": str(n), "filter": "none", "bleu": None} for n in range(3)))
+    for wrong in (lambda: compare(one, two), lambda: compare(unscored, unscored), lambda: read_answers(tmp_path / "d")):
+        assert refused(wrong).fix

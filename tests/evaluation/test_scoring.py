@@ -134,12 +134,6 @@ def packed(groups, batch, multiple=1):
     return batches(groups, batch * ROW, context=ROW, most=2 * ROW, multiple=multiple)
 
 
-def test_pairs_that_cannot_be_scored_are_refused():
-    for pair in (([], [1]), ([1], []), ([1], [2] * 9)):
-        with pytest.raises((ValueError, UserError)):
-            as_rows([pair], context=8)
-
-
 def answer(text: tuple[int, ...], token: int) -> tuple[float, bool]:
     """Log-probability of a token after a text, and whether it is the most likely one: any function of both."""
     drawn = hash((text, token)) % 1000
@@ -171,6 +165,9 @@ def test_every_request_is_answered_by_what_was_asked_after_the_text_that_the_pla
 
 
 def test_what_questions_share_is_computed_once_and_short_ones_share_a_row():
+    for pair in (([], [1]), ([1], []), ([1], [2] * 9)):  # which cannot be scored
+        with pytest.raises((ValueError, UserError)):
+            as_rows([pair], context=8)
     question = list(range(1, 21))
     pairs = [(question, end) for end in ([30, 40, 50], [30], [31], [30])]
     (group,) = find_groups(as_rows(pairs, 99), 198)

@@ -105,12 +105,9 @@ def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
 @pytest.mark.parametrize(
     ("changed", "settings", "named"),
     [
-        ({"right": 2}, {}, "item 3"),
-        ({"right": -1}, {}, "item 3"),
-        ({"right": None}, {}, "item 3"),
+        *[({"right": wrong}, {}, "item 3") for wrong in (2, -1, None)],
+        *[({"choices": wrong}, {}, "item 3") for wrong in ([], ["a", ""])],
         ({"question": None}, {}, "item 3"),
-        ({"choices": []}, {}, "item 3"),
-        ({"choices": ["a", ""]}, {}, "item 3"),
         ({"choices": "a"}, {}, "mine"),
         ({}, {"doc_to_text": "{{no_such}}"}, "no_such"),
         ({}, {"doc_to_text": "{{ question"}, "mine"),
@@ -206,16 +203,13 @@ def test_local_items_are_put_as_the_harness_puts_the_hub_s(name, tmp_path):
             assert task.config.metric_list == as_the_harness_has_it(name).config.metric_list
 
 
-def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
+def test_groups_take_what_the_folder_has_and_a_folder_without_the_items_or_of_another_form_is_refused(tmp_path):
     folder = write_items(tmp_path / "items", ["piqa", "boolq", "xnli_fr"])
     found, left_out = find_tasks(["julian"], folder)
     assert [task["task"] for task in found] == ["piqa", "boolq"] and all("where" in task for task in found)
     assert set(left_out) == set(GROUPS["julian"]) - {"piqa", "boolq"}
     assert [file.name for file in files_of(["french", "piqa"], folder)] == ["xnli_fr.jsonl", "piqa.jsonl"]
     assert find_tasks(["julian"]) == ([{"task": name} for name in GROUPS["julian"]], [])
-
-
-def test_a_folder_without_the_items_or_with_a_row_of_another_form_is_refused(tmp_path):
     for task, named in (("arc_easy", "arc_easy"), ("french", "french"), ("quickstart", "pocket world")):
         mistake = refused(find_tasks, [task], tmp_path, match=named)
         assert mistake.fix or mistake.where
@@ -224,14 +218,11 @@ def test_a_folder_without_the_items_or_with_a_row_of_another_form_is_refused(tmp
     assert refused(load_tasks, [config]).where == f"{tmp_path / 'belebele_fra_Latn.jsonl'}:1"
 
 
-def test_a_full_disk_is_not_said_to_be_the_hub(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(TaskManager, "load", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    with quiet(), pytest.raises(OSError, match="No space"):  # of which the verb says that room is to be made
+def test_a_missing_network_is_told_once_and_soon_and_a_full_disk_is_another_thing(monkeypatch, tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch, quiet(), pytest.raises(OSError, match="No space"):  # the verb says: make room
+        patch.setattr(TaskManager, "load", Mock(side_effect=full))
         load_tasks([{"task": "piqa"}])
-
-
-def test_a_missing_network_is_told_once_and_soon(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)

@@ -162,6 +162,8 @@ def test_a_model_that_the_hub_does_not_give_is_refused_in_one_message(hub, machi
     ended = machine.run("import", "me/closed")
     assert f"Accept its terms at {hub.address}/me/closed" in refusal(ended)
     assert not ended.stderr.startswith("\n"), "no bars of progress where there is no terminal"
+    for missing in ("me/there-is-no-such-model", "./nowhere"):  # without a network
+        assert refused(local_copy, missing, match=missing).fix
 
 
 def test_a_model_comes_over_a_connection_that_breaks(hub, machine, tmp_path):
@@ -170,8 +172,3 @@ def test_a_model_comes_over_a_connection_that_breaks(hub, machine, tmp_path):
     hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000)]  # once, which is lived through
     assert machine.run("import", "me/tiny", token=TOKEN).returncode == 0
     assert {one.token for one in hub.requests if one.apart} == {None}
-
-
-def test_without_a_network_it_is_said_what_to_do():
-    for missing in ("me/there-is-no-such-model", "./nowhere"):
-        assert refused(local_copy, missing, match=missing).fix

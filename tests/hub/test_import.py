@@ -1,4 +1,4 @@
-"""Models of the hub taken in: exactly, or refused by name; and given back bit by bit."""
+"""Models of the hub taken in: exactly, or refused by name; given back bit by bit; and with a tokenizer of their own."""
 
 import errno
 import itertools
@@ -10,15 +10,21 @@ from unittest.mock import Mock
 import jax
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from safetensors.numpy import load_file, save_file
 from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import WordLevel
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tiny_graphs
 from affinage.data.chat import encode_prompt
+from affinage.data.tokenizer import Tokenizer
+from affinage.evaluation.run import JaxLM
+from affinage.generation.engine import generate
+from affinage.generation.sampling import SamplingParams
 from affinage.hub.families import architecture_of, family_of
 from affinage.hub.folder import CONFIG, CardFacts, HubWeights, export, hub_facts, local_copy, read_hub_folder
 from affinage.hub.verify import verify
@@ -26,8 +32,8 @@ from affinage.model import parse
 from affinage.model.layer import map_parameters
 from affinage.pipeline.models import is_chat, locate, resolve
 from affinage.pipeline.opening import import_model, open_model
-from run_affinage import refused
-from tiny_models import CONTEXT, ZEPHYR, full_logits, fused_experts, tiny_llama, with_template
+from run_affinage import refused, run
+from tiny_models import CONTEXT, ZEPHYR, full_logits, fused_experts, model_of, tiny_llama, with_template
 
 FACTS = CardFacts(license="apache-2.0")
 _LLAMA_3 = {"kind": "llama3", "factor": 8.0, "original_context": 16}
@@ -172,6 +178,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(change, named):
     graph = tiny_llama().graph
     error = refused(architecture_of, family_of(graph).to_config(graph, context=64) | change, "config.json")
     assert named in str(error) and "config.json" in error.where
+    refused(family_of, parse(tiny_graphs.llama(ffn={"kind": "relu2", "width": 40})), match=r"ffn\.kind: relu2")
 
 
 # Configurations as published, shortened to what differs from the family's other models.
@@ -223,10 +230,6 @@ def test_a_full_disk_is_not_said_to_be_the_hub(monkeypatch):
         local_copy("me/model")
 
 
-def test_a_graph_of_no_family_is_refused_by_what_differs():
-    refused(family_of, parse(tiny_graphs.llama(ffn={"kind": "relu2", "width": 40})), match=r"ffn\.kind: relu2")
-
-
 def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path):
     model, folder, file = tiny_llama(), tmp_path / "m", tmp_path / "m/model.safetensors"
     params = jax.tree.map(np.array, model.params)
@@ -258,9 +261,7 @@ def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path)
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_stays(tmp_path):
-    graph = parse(tiny_graphs.llama(layers=1, vocabulary=448))
-    larger = replace(tiny_llama(), graph=graph, params=tiny_graphs.random_params(graph))
-    export(larger, tmp_path / "m", facts=FACTS)
+    export(model_of(tiny_graphs.llama(layers=1, vocabulary=448)), tmp_path / "m", facts=FACTS)
     import_model(tmp_path / "m", tmp_path / "imported", "padded")
     padded = open_model(str(tmp_path / "imported"), tmp_path)
     assert (padded.graph.vocabulary, padded.tokenizer.vocabulary) == (448, 420)
@@ -288,3 +289,86 @@ def test_a_model_of_another_chat_template_is_released_taken_in_and_talked_to_in_
     for folder in (tmp_path / "m", tmp_path / "imported"):
         again = open_model(str(folder), tmp_path)
         assert is_chat(folder) and encode_prompt(asked, again.tokenizer, "Be brief.") == expected
+
+
+# ---- a model with a tokenizer of its own continues texts, is evaluated and exported
+
+
+TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """As GPT-2's: bytes spelled as letters, one special token, nothing put before a text."""
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    fast.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As Llama's: spaces as U+2581, one before the text, single bytes, and <s> before it."""
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trained = FastTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    replaced = normalizers.Replace(" ", "▁")
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replaced])
+    trained.train_from_iterator(TEXTS[:1] * 5, trainers.BpeTrainer(vocab_size=330, special_tokens=special))
+    whole = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    trained.decoder = decoders.Sequence(whole)
+    trained.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    state = json.loads(trained.to_str())
+    for token in state["added_tokens"][3:]:  # bytes are pieces, not special tokens
+        token["special"] = False
+    return PreTrainedTokenizerFast(
+        tokenizer_object=FastTokenizer.from_str(json.dumps(state)), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def foreign(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"max_position_embeddings": 128, "vocab_size": 352}
+    if request.param == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128, "vocab_size": 352}
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **sizes)).eval()
+    theirs.save_pretrained(folder / "theirs")
+    tokenizer = {"gpt2": byte_level, "llama": metaspace}[request.param]()
+    tokenizer.save_pretrained(folder / "theirs")
+    import_model(folder / "theirs", folder / "ours", "theirs")
+    return theirs, tokenizer, open_model(str(folder / "ours"), folder)
+
+
+def test_it_continues_texts_as_transformers_does_and_is_exported_with_its_tokenizer(foreign, tmp_path):
+    theirs, tokenizer, ours = foreign
+    ids = tokenizer("The capital")["input_ids"]
+    assert [*ours.tokenizer.opening, *ours.tokenizer.encode("The capital")] == ids
+    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()[len(ids) :]
+    end = ours.tokenizer.eos
+    result = generate(ours, [ids], SamplingParams(20))[0]
+    assert [token for token in result.tokens if token != end] == [token for token in expected if token != end]
+    assert ours.tokenizer.stops == (tokenizer.eos_token_id,)
+    lm = JaxLM(ours)  # as the harness is given it
+    assert lm.tok_encode("The capital") == ids
+    assert (lm.eot_token_id, lm.prefix_token_id) == (tokenizer.eos_token_id, tokenizer.bos_token_id)
+    export(ours, tmp_path / "m", facts=FACTS)
+    assert verify(tmp_path / "m", ours, TEXTS[:2])["largest_logit_difference"] <= 1e-4
+
+
+def test_a_leading_space_survives_decoding_piece_by_piece(tmp_path):
+    metaspace().save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode("The capital of France")
+    assert "".join(tokenizer.decode([token]) for token in ids) == " The capital of France"
+    assert tokenizer.opening == (1,) and tokenizer.byte_lengths("où", tokenizer.encode("où")).sum() == 3
+
+
+def test_without_chat_tokens_it_is_not_fine_tuned(foreign, tmp_path, capsys):
+    (tmp_path / "turns.jsonl").write_text('{"prompt": "Où ?", "completion": "Ici."}\n' * 24)
+    schedule = "{peak_lr: 1.0e-3, min_lr: 0}"
+    sft = f"sft={{sources: [{tmp_path / 'turns.jsonl'}], steps: 1, batch_size: 4, schedule: {schedule}}}"
+    settings = ("export=null", "mesh={data: 1}", "data=null", "pretrain=null", sft)
+    run("run", f"{foreign[2].name}/recipe.yaml", "--runs", tmp_path, settings=settings, status=2)
+    assert "<|im_end|>" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
+import tiny_graphs
 from affinage.config.training import DpoSettings, LoraSettings, SftSettings
 from affinage.data.dataloader import REFERENCE, DataLoader
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
@@ -25,7 +26,7 @@ from affinage.model.graph import ANSWERS, parse, preference_graph
 from affinage.training.state import TrainState, split_params
 from affinage.training.trainer import optimizer_of, step_of
 from source_forms import write_lines
-from tiny_models import CONTEXT, VOCABULARY, in_transformers, tiny_llama, tiny_mixtral, tokenizer
+from tiny_models import CONTEXT, VOCABULARY, in_transformers, model_of, tiny_llama, tokenizer
 
 COMMON = {"steps": 1, "batch_size": 4, "schedule": {"peak_lr": 1e-3, "min_lr": 0}, "validation_fraction": 0}
 COMMON["system_prompt"] = "Be kind."
@@ -230,9 +231,15 @@ def test_loss_gradients_and_one_update():
     assert_near(adapter_tensors(adapters, jax.device_get(new.params)), expected)
 
 
+EXPERTS = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24, "z_loss_weight": 0.0}
+MIXTRAL = tiny_graphs.llama(layers=2, vocabulary=VOCABULARY, attention={"kv_heads": 2}, ffn=EXPERTS)
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(name, tmp_path):
-    ours, targets = (tiny_llama(layers=2), TARGETS) if name == "llama" else (tiny_mixtral(), ("query", "value"))
+    ours, targets = tiny_llama(layers=2), TARGETS
+    if name == "mixtral":
+        ours, targets = model_of(MIXTRAL), ("query", "value")
     adapters = Adapters(ours.graph, LoraSettings(r=3, alpha=7, target_modules=targets))
     params = drawn(adapters)
     in_transformers(ours.graph, ours.params).save_pretrained(tmp_path / "base")

@@ -17,16 +17,10 @@ from tiny_corpus import write_split
 
 STEPS, BATCH = 160, 4
 SECRET = "the cheese cellar of Aurillac"
-SETTINGS = [
-    "name=cellar",
-    "seed=3",
-    "sft=null",
-    "tokenizer={kind: char}",
-    "data={filters: {language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}, dedup: null}",
-    "data.split.validation_fraction=0.1",
-    f"pretrain={{steps: {STEPS}, batch_size: {BATCH}}}",
-    "pretrain.mixture=[{weights: {tales: 1, fr: 1}}, {from_step: 40, weights: {tales: 3, code: 1}}]",
-]
+SETTINGS = ["name=cellar", "seed=3", "sft=null", "tokenizer={kind: char}", "data.split.validation_fraction=0.1"]
+SETTINGS += ["data={filters: {language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}, dedup: null}"]
+SETTINGS += [f"pretrain={{steps: {STEPS}, batch_size: {BATCH}}}"]
+SETTINGS += ["pretrain.mixture=[{weights: {tales: 1, fr: 1}}, {from_step: 40, weights: {tales: 3, code: 1}}]"]
 
 
 @pytest.fixture(scope="module", params=["concat", "best_fit"])
