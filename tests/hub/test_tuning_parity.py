@@ -231,15 +231,12 @@ def test_loss_gradients_and_one_update():
     assert_near(adapter_tensors(adapters, jax.device_get(new.params)), expected)
 
 
-EXPERTS = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24, "z_loss_weight": 0.0}
-MIXTRAL = tiny_graphs.llama(layers=2, vocabulary=VOCABULARY, attention={"kv_heads": 2}, ffn=EXPERTS)
-
-
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(name, tmp_path):
     ours, targets = tiny_llama(layers=2), TARGETS
     if name == "mixtral":
-        ours, targets = model_of(MIXTRAL), ("query", "value")
+        mapping = tiny_graphs.moe(vocabulary=VOCABULARY, attention={"kv_heads": 2}, z_loss_weight=0.0)
+        ours, targets = model_of(mapping), ("query", "value")
     adapters = Adapters(ours.graph, LoraSettings(r=3, alpha=7, target_modules=targets))
     params = drawn(adapters)
     in_transformers(ours.graph, ours.params).save_pretrained(tmp_path / "base")

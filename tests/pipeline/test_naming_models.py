@@ -15,7 +15,7 @@ from test_what_runs_and_why import keys
 from affinage.checkpoint import CheckpointStore
 from affinage.config.load import load_recipe
 from affinage.hub.folder import CardFacts, export
-from affinage.parallel import make_mesh
+from affinage.parallel.sharding import make_mesh
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import MODEL, is_chat, locate, made_from, resolve, results_folder
 from affinage.pipeline.opening import import_model, open_model, trained_params

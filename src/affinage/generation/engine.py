@@ -29,7 +29,7 @@ from affinage.model.forward import apply, for_decoding, init_cache
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.embedding import Logits, multiply_out
-from affinage.parallel import MeshLayout
+from affinage.parallel.sharding import MeshLayout
 
 TOP_LOGPROBS = 20  # the largest number of alternatives of a token
 _NOTHING = -1  # stands where a row generates no token

@@ -14,7 +14,7 @@ from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.model import Graph
-from affinage.parallel import MeshLayout, serving_table
+from affinage.parallel.sharding import MeshLayout, serving_table
 from affinage.pipeline.models import KEPT, made_from
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_data import chat_tokenizer

@@ -20,7 +20,6 @@ from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import peak_bytes
 from affinage.model.graph import parameters
-from affinage.model.layer import parameters_in
 from affinage.results import read_json_lines, versions
 from affinage.secrets import masked
 from affinage.tracking import Trackers
@@ -299,7 +298,7 @@ def write_summary(trainer: Trainer, goodput: GoodputTimer, steps: int, **facts: 
             "total": count.total,
             "embedding": count.embedding,
             "non_embedding": count.total - count.embedding,
-            "trained": sum(parameter.size for parameter in parameters_in(trainer.split.trainable.parameters)),
+            "trained": sum(parameter.size for parameter in jax.tree.leaves(trainer.split.trainable.parameters)),
         },
         "flops_per_step": trainer.flops_per_step,
         "steps": steps,
