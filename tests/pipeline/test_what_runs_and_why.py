@@ -281,9 +281,10 @@ def test_a_mistake_in_any_step_is_refused_before_the_first(load, tmp_path, overr
 def test_so_does_a_dry_run_and_names_of_any_case_are_languages(load, affinage):
     status, _, said = affinage("run", str(tiny_run.RECIPE), "--dry-run", *set_words("mesh.data=7"))
     assert status == 2 and "data = 7" in said
-    any_case = load(*NEITHER[:2], "data.languages=[EN, Fr]", "data.sources=[{path: texts, language: EN}]")
-    assert any_case.recipe.data.languages == ("en", "fr") and any_case.recipe.data.sources[0].language == "en"
-    real(any_case).check(real(any_case).plan())
+    settings = ["evaluate.tasks=[hellaswag]", "data.languages=[EN, Fr]", "data.sources=[{path: texts, language: EN}]"]
+    runner = real(load(*settings), until=["tokenize"])
+    assert (data := runner.loaded.recipe.data).languages == ("en", "fr") and data.sources[0].language == "en"
+    runner.check(runner.plan())
 
 
 # ---- documents are cleared of benchmarks
@@ -296,9 +297,8 @@ ITEM = {"question": QUESTION, "choices": ["a", "b"], "right": 0}
 @pytest.fixture
 def harbours(load, tmp_path):
     texts = [f"I was asked: {QUESTION.lower()} I did not know.", "Something else entirely."]
-    write_lines(
-        tmp_path / "texts.jsonl", [{"text": text} for text in (*texts, "The answer is in the book over there.")]
-    )
+    texts.append("The answer is in the book over there.")
+    write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     write_task(tmp_path, "harbours", [ITEM])
 
     def harbours(tasks: str, *overrides: str) -> LoadedRecipe:
