@@ -105,7 +105,7 @@ def test_iterating_gives_the_batches_in_order_and_ends_its_threads_and_errors_co
         assert (next(batches)["tokens"] == feed.batch(step)["tokens"]).all()
     batches.close()
     assert threading.active_count() == before
-    made = prefetch(lambda step: [6 // (2 - step)], 0, ahead=4, threads=2)
+    made = prefetch(lambda step: [6 // (2 - step)], 0, 1)
     assert [next(made), next(made)] == [3, 6]
     with pytest.raises(ZeroDivisionError):
         next(made)
