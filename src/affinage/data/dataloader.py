@@ -7,7 +7,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -288,7 +287,7 @@ def prefetch(make: Callable[[int], list[Batch]], start: int, stride: int) -> Ite
     """
     pool = ThreadPoolExecutor(2, thread_name_prefix="batches")
     try:
-        calls = map(partial(pool.submit, make), itertools.count(start, stride))
+        calls = (pool.submit(make, number) for number in itertools.count(start, stride))
         pending = deque(itertools.islice(calls, CALLS_AHEAD))
         while True:
             made = pending.popleft().result()
