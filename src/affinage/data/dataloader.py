@@ -303,7 +303,7 @@ class ValidationRows:
     def __init__(self, folder: Path, *, batch: int, limit: int | None = None) -> None:
         """With `limit`, that many rows are taken, evenly spaced over the folder."""
         self._shards = TokenShards(folder)
-        self.name, self.context, self.batch_size = folder.name, self._shards.seq_len, batch
+        self.batch_size = batch
         self.rows = min(limit or self._shards.rows, self._shards.rows)
         self._chosen = np.arange(self.rows) * self._shards.rows // self.rows
         self.bytes = int(self._shards.row_bytes[self._chosen].sum())
@@ -319,7 +319,7 @@ class ValidationRows:
         """Return the batches; see `make_batch`."""
         for first in range(0, self.rows, self.batch_size):
             chosen = self._chosen[first : first + self.batch_size]
-            tokens = np.full((self.batch_size, self.context), self._shards.marks.pad, np.int32)
+            tokens = np.full((self.batch_size, self._shards.seq_len), self._shards.marks.pad, np.int32)
             mask = np.zeros(tokens.shape, np.uint8)
             tokens[: len(chosen)], mask[: len(chosen)] = self._shards.read(chosen)
             batch = make_batch(tokens, mask, np.arange(self.batch_size), self._shards.marks)
