@@ -62,7 +62,7 @@ def tiny_llama(seed: int = 0, scale: float = 6.0, layers: int = 1) -> LoadedMode
 
 @partial(jax.jit, static_argnames="graph")
 def _all_logits(graph, params, row):
-    lazy, _ = logits_of(graph, params, row, "float32")
+    lazy, _ = logits_of((graph, "float32", None), params, {"tokens": row})
     return lazy.array()
 
 
