@@ -9,7 +9,7 @@ from typing import Any
 from affinage.config.data import SourceSettings
 from affinage.data.files import DamagedFile, DatasetPart
 from affinage.data.places import is_on_hub, limit_requests, refusal
-from affinage.data.readers import BadRecord, Record, needed_columns, record_of
+from affinage.data.readers import needed_columns
 from affinage.errors import UserError, first_line, is_of_network
 
 
@@ -50,20 +50,15 @@ def parts_of(source: SourceSettings, where: str, *, of_text: bool) -> list[Datas
     return [DatasetPart(name, index, parts) for index, name in enumerate(names)]
 
 
-def stream(part: DatasetPart, source: SourceSettings) -> Iterator[Record | BadRecord]:
-    """The records of one part of a dataset. Raises DamagedFile where it cannot be read."""
-    for number, row in enumerate(rows_of(part, source, of_text=True), 1):
-        yield record_of(row, f"{part.name}#{number}", source)
-
-
-def rows_of(part: DatasetPart, source: SourceSettings, *, of_text: bool = False) -> Iterator[dict[str, Any]]:
-    """The rows of one part of a dataset, with all columns, or those of which a document is made.
+def read_dataset(part: DatasetPart, source: SourceSettings, of_text: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of one part of a dataset, with all columns, or those of which a document is made, and their places.
 
     Raises DamagedFile where it cannot be read.
     """
     dataset = _opened(source, of_text)
     try:
-        yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
+        rows = dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
+        yield from ((f"{part.name}#{number}", row) for number, row in enumerate(rows, 1))
     except Exception as error:  # of `datasets`, pyarrow, the network
         if is_of_network(error) and is_on_hub(source):  # what damage loses would be lost for good
             raise refusal(error, "dataset", source.dataset, revision=source.revision, where=part.name) from None

@@ -51,7 +51,10 @@ def ingest(
     for position, source in enumerate(settings.sources):
         name = unique(source.title, tasks)
         source, parts = find_parts(located(source, settings), f"data.sources[{position}]", world)
-        tasks[name] = _divide(name, source, parts)
+        tasks[name] = [
+            Task(name, source, group, f"{name}-{number:05d}", sum(part.bytes for part in group))
+            for number, group in enumerate(divide(parts))
+        ]
     commits = {name: own[0].source.revision for name, own in tasks.items() if is_on_hub(own[0].source)}
     by_source = _read_all(tasks, folder, settings, executor)
 
@@ -108,8 +111,8 @@ def check(source: SourceSettings, settings: DataSettings) -> None:
 # ---- tasks ----
 
 
-def _divide(name: str, source: SourceSettings, parts: Sequence[Part]) -> list[Task]:
-    """Consecutive parts of a source, together about `TASK_BYTES`: the same tasks for any number of workers."""
+def divide(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
+    """Consecutive parts of a source, together about `TASK_BYTES`: the same for any number of workers."""
     groups: list[list[Part]] = []
     size = 0  # of the last group
     for part in parts:
@@ -123,10 +126,7 @@ def _divide(name: str, source: SourceSettings, parts: Sequence[Part]) -> list[Ta
                 groups.append([])
                 size = piece.bytes
             groups[-1].append(piece)
-    return [
-        Task(name, source, tuple(group), f"{name}-{number:05d}", sum(part.bytes for part in group))
-        for number, group in enumerate(groups)
-    ]
+    return [tuple(group) for group in groups]
 
 
 def _read_all(

@@ -44,6 +44,7 @@ class BadRecord:
 
 
 Records = Iterator[Record | BadRecord]
+Row = tuple[str, Mapping[str, Any]]  # its place, and its values by name
 
 
 def read_records(part: Part, settings: SourceSettings) -> Records:
@@ -53,27 +54,36 @@ def read_records(part: Part, settings: SourceSettings) -> Records:
     `<file>@<byte>` for the lines of a file that is read in parts. Books come in several records.
     Raises DamagedFile where the file as a whole cannot be read on, UserError where a table has no column of text.
     """
-    from affinage.data.hub_datasets import stream
     from affinage.data.wikipedia import read_dump
 
-    readers: dict[str, Callable[[Any, SourceSettings], Records]] = {
+    readers: dict[str, Callable[[Any, SourceSettings], Iterator[Record | BadRecord | Row]]] = {
         "text": _read_text,
-        "lines": _read_lines,
-        "table": _read_table,
         "warc": _read_warc,
         "dump": read_dump,
-        "dataset": stream,
         "": lambda file, settings: iter([BadRecord(file.name, UNKNOWN_KIND, "")]),
     }
     with reports_damage():
-        for record in readers[part.kind](part, settings):
+        for record in readers.get(part.kind, read_rows)(part, settings):
+            record = record_of(*record, settings) if isinstance(record, tuple) else record
             if settings.kind == "gutenberg" and isinstance(record, Record):
                 yield from _parts_of_book(record)
             else:
                 yield record
 
 
-# ---- records of objects and rows ----
+# ---- objects and rows ----
+
+
+def read_rows(part: Part, settings: SourceSettings, *, of_text: bool = True) -> Iterator[Row | BadRecord]:
+    """Stream JSON objects, or the rows of a table or dataset, with their places; what cannot be read is a BadRecord.
+
+    With `of_text` they have the columns of which a document is made, else all.
+    """
+    from affinage.data.hub_datasets import read_dataset
+
+    readers: dict[str, Callable[..., Iterator[Row | BadRecord]]] = {"lines": _read_lines, "table": _read_table}
+    with reports_damage():
+        yield from readers.get(part.kind, read_dataset)(part, settings, of_text)
 
 
 def needed_columns(settings: SourceSettings, names: list[str], where: str = "") -> list[str]:
@@ -91,7 +101,7 @@ def needed_columns(settings: SourceSettings, names: list[str], where: str = "") 
     return [name for name in names if name in needed]
 
 
-def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -> Record | BadRecord:
+def record_of(place: str, fields: Mapping[str, Any], settings: SourceSettings) -> Record | BadRecord:
     """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
     text = _look_up(fields, settings.text_key)
     if text is _ABSENT:
@@ -208,7 +218,7 @@ def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
         yield Record(file.name, text) if text.strip() else BadRecord(file.name, "empty", "no text in the file")
 
 
-def _read_lines(file: SourceFile, settings: SourceSettings) -> Records:
+def _read_lines(file: SourceFile, settings: SourceSettings, of_text: bool) -> Iterator[Row | BadRecord]:
     limit = MAX_RECORD_BYTES
     with open_plain(file) as stream:
         position = max(0, file.start - 1)
@@ -233,7 +243,7 @@ def _read_lines(file: SourceFile, settings: SourceSettings) -> Records:
                     yield BadRecord(place, "not JSON", getattr(error, "msg", str(error)), glimpse)
                 else:
                     if isinstance(fields, dict):
-                        yield record_of(fields, place, settings)
+                        yield place, fields
                     else:
                         yield BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
 
@@ -248,16 +258,17 @@ def _skip_line(stream: Any) -> int:
     return size
 
 
-def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
+def _read_table(file: SourceFile, settings: SourceSettings, of_text: bool) -> Iterator[Row]:
     with open_stored(file) as raw:
         table, number = pq.ParquetFile(raw), 0
-        columns = needed_columns(settings, table.schema_arrow.names, file.url.removeprefix("file://"))
+        names, where = table.schema_arrow.names, file.url.removeprefix("file://")
+        columns = needed_columns(settings, names, where) if of_text else None
         for group in range(table.num_row_groups):
             metadata = table.metadata.row_group(group)
             if file.stop is None or file.start <= metadata.column(0).data_page_offset < file.stop:
                 for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
                     for offset, row in enumerate(batch.to_pylist(), number + 1):
-                        yield record_of(row, f"{file.name}#{offset}", settings)
+                        yield f"{file.name}#{offset}", row
                     number += batch.num_rows
             else:
                 number += metadata.num_rows

@@ -22,7 +22,7 @@ from affinage.hardware.chips import chip
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.embedding import multiply_out
-from affinage.parallel import MeshLayout
+from affinage.parallel.sharding import MeshLayout
 
 LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
 # Tokens at once, whatever memory holds: more of them leave the caches of processors, which costs up to a third.

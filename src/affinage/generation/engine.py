@@ -27,7 +27,7 @@ from affinage.model.graph import Graph
 from affinage.model.layer import Batch, PyTree
 from affinage.model.layers.dense import product32
 from affinage.model.layers.embedding import Logits, multiply_out
-from affinage.parallel import MeshLayout
+from affinage.parallel.sharding import MeshLayout
 
 TOP_LOGPROBS = 20  # the largest number of alternatives of a token
 _SHORTEST_BUCKET = 64  # tokens of a padded prompt, and of a cache

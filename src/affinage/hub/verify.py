@@ -23,7 +23,7 @@ from affinage.generation.engine import LoadedModel, logits_of
 from affinage.hub.folder import DTYPES
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
-from affinage.parallel import MeshLayout
+from affinage.parallel.sharding import MeshLayout
 
 TOLERANCE = 1e-4  # largest difference between two logits, as a share of the largest logit
 GGUF_TOLERANCE = 1e-2  # llama.cpp's kernels accumulate in another order and partly in float16

@@ -26,9 +26,7 @@ from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
-from affinage.model.layer import map_parameters
-from affinage.parallel import serving_layout
-from affinage.parallel.sharding import Lines, replicated
+from affinage.parallel.sharding import Lines, replicated, serving_layout
 from affinage.pipeline import models
 from affinage.pipeline.models import KEPT, MODEL, TOKENIZER, Checkpoint, Target
 from affinage.pipeline.store import read_manifest
@@ -64,8 +62,8 @@ def open_model(
         from affinage.hub.folder import hub_facts, read_hub_folder  # half a second, of huggingface_hub's imports
 
         hub = read_hub_folder(folder)
-        graph, tokenizer = hub.graph, fitting_tokenizer(folder, hub.graph.vocabulary)
         facts = hub_facts(folder) | {"context": hub.architecture.context, "precision": {}}
+        graph, tokenizer = hub.graph, fitting_tokenizer(folder, hub.graph.vocabulary, facts.get("chat_template"))
 
         def load(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
             return jax.device_put(hub.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
@@ -75,8 +73,8 @@ def open_model(
         if tokenizer_folder is None:
             raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
         facts, graph = _facts_and_graph(folder)
-        tokenizer, load = Tokenizer(tokenizer_folder), partial(trained_params, folder, graph, target.step)
-    tokenizer.use_template(facts.get("chat_template"))
+        tokenizer = Tokenizer(tokenizer_folder, facts.get("chat_template"))
+        load = partial(trained_params, folder, graph, target.step)
     known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
     precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
@@ -94,9 +92,9 @@ def open_model(
     )
 
 
-def fitting_tokenizer(source: Path, vocabulary: int) -> Tokenizer:
+def fitting_tokenizer(source: Path, vocabulary: int, template: str | None = None) -> Tokenizer:
     """The tokenizer of a folder of the hub; UserError if it does not fit a model of `vocabulary` ids."""
-    tokenizer = Tokenizer(source)
+    tokenizer = Tokenizer(source, template)
     is_stub = tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2  # it only has unknown words
     if tokenizer.vocabulary > vocabulary or is_stub:
         what = f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}"
@@ -160,7 +158,7 @@ def _digest(folder: Path, pattern: str) -> str:
 def initial_params(folder: Path, graph: Graph) -> Callable[[Any], Any]:
     """What loads an imported model's weights as parameters of `graph`, given with shardings; UserError for others."""
     graphs = (graph, parse(read_json(folder / MODEL)["graph"]))
-    ours, theirs = (flatten_dict(map_parameters(lambda _, one: one.shape, of.parameters), sep=".") for of in graphs)
+    ours, theirs = (flatten_dict(jax.tree.map(lambda one: one.shape, of.parameters), sep=".") for of in graphs)
     if differing := sorted({name for name, _ in ours.items() ^ theirs.items()}):
         what = f"the recipe's model and the one it begins with differ in {', '.join(differing[:3])}"
         raise UserError(what, where="init_from", fix="Let `model:` be what the imported model's recipe.yaml says.")

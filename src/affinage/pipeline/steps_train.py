@@ -1,6 +1,7 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
 import bisect
+import shutil
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +25,8 @@ from affinage.errors import UserError, UserWarned
 from affinage.hardware.devices import acquire
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
-from affinage.parallel import MeshLayout, make_mesh, strategy_for, table_with
+from affinage.parallel.sharding import MeshLayout, make_mesh, table_with
+from affinage.parallel.strategy import strategy_for
 from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder
 from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params
@@ -77,7 +79,9 @@ def train_step(context: StepContext) -> Summary:
         write_json(context.folder / MODEL, facts)
     summary = train(job)
     if context.saves_to != context.folder and Processes.current.first:
-        download(str(context.remote), context.folder, SAVED)
+        for name in SAVED:  # of an earlier start
+            shutil.rmtree(context.folder / name, ignore_errors=True)
+        download(str(context.remote), context.folder, print_line, newest=None)
     return summary if settings.steps == requested.steps or summary["ended"] else summary | {"ended": "epochs"}
 
 
