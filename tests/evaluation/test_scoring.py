@@ -16,7 +16,7 @@ from affinage.generation.engine import generate
 from affinage.generation.sampling import SamplingParams
 from affinage.hardware.chips import CHIPS
 from affinage.model.forward import abstract_params, logical_axes
-from affinage.parallel import MeshLayout, make_mesh, serving_layout, table_with
+from affinage.parallel.sharding import MeshLayout, make_mesh, serving_layout, table_with
 from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_llama
 
 

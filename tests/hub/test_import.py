@@ -24,7 +24,6 @@ from affinage.hub.families import architecture_of, family_of
 from affinage.hub.folder import CONFIG, CardFacts, HubWeights, export, hub_facts, local_copy, read_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import init_params, parse
-from affinage.model.layer import map_parameters
 from affinage.pipeline.models import is_chat, locate, resolve
 from affinage.pipeline.opening import import_model, open_model
 from run_affinage import refused
@@ -104,7 +103,7 @@ class Counted(dict):
 @pytest.mark.parametrize("name", GRAPHS)
 def test_every_family_comes_back_bit_by_bit(name, tmp_path):
     graph, draw = parse(GRAPHS[name]), np.random.default_rng(0)
-    params = map_parameters(lambda _, one: draw.normal(size=one.shape).astype(np.float32), graph.parameters)
+    params = jax.tree.map(lambda one: draw.normal(size=one.shape).astype(np.float32), graph.parameters)
     family = family_of(graph)
     config, tensors = family.to_config(graph, context=64), family.to_tensors(params, graph)
     family.from_tensors(counted := Counted(tensors), graph)

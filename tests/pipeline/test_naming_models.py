@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore
-from affinage.parallel import make_mesh
+from affinage.parallel.sharding import make_mesh
 from affinage.pipeline.models import MODEL, is_chat, locate, made_from, resolve, results_folder
 from affinage.pipeline.opening import open_model, trained_params
 from affinage.pipeline.store import MANIFEST

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from affinage.config.settings import Settings
 from affinage.model.apply_config import Layout
 from affinage.model.layer import Batch, LayerContext, Pairs, ParamSpec, PyTree, Result
-from affinage.model.layers.dense import GATED, Activation, activate, dense_flops
+from affinage.model.layers.dense import GATED, Activation, activate
 from affinage.model.layers.losses import next_tokens
 
 
@@ -133,8 +133,7 @@ class MoeSettings(Settings):
 
         rows, of_kernels = ("batch", "sequence", None), dict.fromkeys(kernels, ("experts", None, None))
         over = ("batch", "sequence", "experts")
-        chosen: Array = layout.mapped(local, (rows, rows, of_kernels), (*rows, None), over=over)(x, experts, kernels)
-        return chosen
+        return layout.mapped(local, (rows, rows, of_kernels), (*rows, None), over=over)(x, experts, kernels)
 
     def _answers(
         self, kernels: PyTree, values: Array, times: Callable[..., Array], pin: Callable[..., Array] = lambda x: x
@@ -175,8 +174,7 @@ class MoeSettings(Settings):
         """Router and experts; the slots of a capacity whether filled or not, as they are computed."""
         choices = self.top_k * length if self.capacity_factor is None else self.experts * self.capacity(length)
         products = 3 if self.activation in GATED else 2
-        router = dense_flops(width, self.experts, rows * length)
-        return router + products * dense_flops(width, self.width, rows * choices)
+        return 2 * rows * width * (length * self.experts + products * choices * self.width)
 
 
 def slots_by_capacity(experts: Int[Array, "B S K"], number: int, capacity: int) -> Slots:
