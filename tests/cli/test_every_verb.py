@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from affinage.cli.program import app
+from affinage.cli import app
 from tiny_run import WORDS, copied
 
 
@@ -22,10 +22,7 @@ def commands(group: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 def test_the_help_of_each_verb_has_an_example(verb: tuple[str, ...], affinage):
     status, out, _ = affinage(*verb, "--help")
     assert status == 0 and f"affinage {' '.join(verb)}" in out and "Example" in out and "\x1b" not in out
-
-
-def test_an_example_keeps_its_brackets(affinage):
-    assert "data.sources='[my_folder/]'" in affinage("data", "run", "--help")[1]
+    assert verb != ("data", "run") or "data.sources='[my_folder/]'" in out, "it keeps its brackets"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +53,7 @@ JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
     (["data", "lineage", "tiny", "--step", "3"], lambda told: len(told["rows"]) == 8 and told["rows"][0]["documents"]),
     (["data", "search", "tiny", "the", "--limit", "2"], lambda told: len(told["documents"]) == 2),
     (["data", "head", "tiny", "--limit", "1"], lambda told: told[0]["source"] == "pocket-world"),
-    (["data", "head", "tiny", "--step", "filter"], lambda told: len(told) > 0),
+    (["data", "head", "tiny/filter"], lambda told: len(told) > 0),
     (["data", "stats", "tiny"], lambda told: told["steps"]["filter"]["documents_out"] < 422),
     (["checkpoint", "ls", "tiny/pretrain"], lambda told: [each["step"] for each in told] == [18, 20]),
     (["checkpoint", "show", "tiny@4"], lambda told: told["step"] == 4 and told["arrays"]["step"] == "int32 []"),

@@ -57,7 +57,7 @@ def test_a_model_over_a_mesh_says_the_same(affinage):
     [
         ("chat theirs hello --mesh tensor=8", "tensor = 8"),
         ("eval ours --tasks boolq --mesh fsdp=16", "fsdp 16"),
-        ("generate theirs x --mesh rows=2", "'rows'"),
+        ("generate theirs x --mesh rows=2", "--mesh: `rows=2`"),
         ("generate theirs x --mesh tensor", "--mesh: `tensor`"),
         ("generate theirs x --max-model-len 65", "--max-model-len"),
         (f"generate theirs {'word' * 40} --max-model-len 12", "at most 11"),

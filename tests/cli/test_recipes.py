@@ -84,10 +84,7 @@ def test_values_in_effect_are_shown_with_where_they_come_from(tmp_path: Path, mo
     assert shown.split()[3:] == ["pretrain.log_every", "7", "a.yaml:4"]
     status, _, said = affinage("config", "show", "a.yaml", "pretrain.logevery")
     assert status == 2 and "pretrain.log_every" in said
-
-
-def test_what_short_forms_stand_for_is_shown_with_where_they_are_written(tmp_path, monkeypatch, answer):
-    monkeypatch.chdir(tmp_path)
+    # What short forms stand for has the place where they are written.
     text = "base: quickstart\nname: b\nruntime: {trackers: [tensorboard, wandb]}\ndata: {sources: [my_text/]}\n"
     (tmp_path / "b.yaml").write_text(f"{text}pretrain: {{tokens: 2.0e+6,\n  mixture: {{en: 1}}}}\n")
     rows = {row["key"]: (row["value"], row["origin"]) for row in answer("config", "show", "b.yaml")}

@@ -230,7 +230,7 @@ with init_distributed() as processes:
 """
 ALONE = """
 import sys
-from affinage.cli.program import main
+from affinage.cli import main
 from affinage.cluster import processes
 processes.TO_START = 2.0
 main(["run", sys.argv[1], "--runs", sys.argv[2]])

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from typer.main import get_command
 
 from affinage import api
-from affinage.cli.program import app
+from affinage.cli import app
 from affinage.config.load import packaged_recipes
 from affinage.model.layer import LAYERS
 

@@ -123,7 +123,7 @@ def test_show_pages_through_documents(run: Path, answer):
     assert answer("data", "head", str(run), "--limit", "2") == whole[:2]
     trained = answer("data", "head", str(run), "--part", "train", "--limit", "1000")
     assert trained == [each for each in whole if each["part"] == "train"]
-    kept = answer("data", "head", str(run), "--step", "filter", "--limit", "1000")
+    kept = answer("data", "head", f"{run}/filter", "--limit", "1000")
     assert kept and "short" not in {each["id"] for each in kept}
 
 
@@ -134,11 +134,11 @@ def test_show_pages_through_documents(run: Path, answer):
         (["lineage", "RUN", "--step", "1", "--row", "4"], "row 4"),
         (["lineage", "RUN", "--step", "1", "--training", "sft"], "`sft`"),
         (["lineage", "nobody", "--step", "1"], "`nobody`"),
-        (["head", "RUN", "--step", "tokenize"], "`tokenize`"),
-        (["head", "RUN", "--step", "dedup"], "ingest, filter, split"),
+        (["head", "RUN/tokenize"], "`tokenize`"),
+        (["head", "RUN/dedup"], "ingest, filter, split"),
         (["search", "RUN", ""], "nothing to look for"),
     ],
 )
 def test_a_mistake_names_what_there_is_instead(run: Path, affinage, arguments: list[str], named: str):
-    status, _, said = affinage("data", *(str(run) if word == "RUN" else word for word in arguments))
+    status, _, said = affinage("data", *(word.replace("RUN", str(run)) for word in arguments))
     assert status == 2 and named in said

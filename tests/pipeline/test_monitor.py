@@ -29,7 +29,7 @@ from affinage.report.facts import read_training
 from affinage.results import TrainingResult
 from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
-from run_affinage import run
+from run_affinage import refused, run
 from source_forms import write_lines
 from tiny_models import tiny_llama
 
@@ -248,14 +248,17 @@ def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(habit
         left[0] -= 1
         return left[0] == 0
 
-    def look(stop: Callable[[], bool]) -> str:
-        tried = BenchmarkMonitor(context, loaded.recipe.sft, model.graph, model.context)
+    def look(stop: Callable[[], bool], settings: Any = loaded.recipe.sft) -> str:
+        tried = BenchmarkMonitor(context, settings, model.graph, model.context)
         state = jax.device_put(TrainState(np.int32(40), model.params, ()), jax.devices()[0])
         return tried.look(40, state, stop)[1]
 
     assert look(after_the_first_batch) == "" and len(points_of(tmp_path)) == 1
     assert "habit is worse than at step 0" in look(bool)
     assert points_of(tmp_path) == before
+    (tmp_path / POINTS).unlink()
+    gone = load_recipe(TINY, [*habit.settings, "sft.monitor.tasks=[gone.yaml]"]).recipe.sft
+    assert refused(look, bool, gone).where == f"{context.step}.monitor.tasks: gone.yaml"
 
 
 @pytest.mark.full

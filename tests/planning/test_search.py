@@ -106,7 +106,7 @@ def test_the_lines_to_paste_and_the_overrides_are_the_settings():
 
 def test_the_verb_speaks_json(answer):
     best = answer("plan", SMALL, "--on", "v4-8", "--search", *set_words(*TINY))["best"]
-    assert len(best) == 3 and best[0]["plan"]["fits"]
+    assert len(best) == 3 and best[0]["fits"] == "yes" and best[0]["settings"]["mesh"]
 
 
 @pytest.mark.full
@@ -178,4 +178,4 @@ def test_the_real_compiler_holds_no_gradients_of_all_layers():
 def test_the_verb_compares_with_what_fax_reached(affinage, monkeypatch):
     monkeypatch.setattr("affinage.planning.compiled.compile_on", compiler(2.0, 0.22))
     _, out, err = affinage("plan", "capacity", "--on", "v4-16", "--width", "5120")
-    assert "FAX reached 13.7B at 0.87 s" in out and "refused" in err and "--set" in out
+    assert "FAX: parameters 13,700,000,000, seconds 0.9 s" in out and "does not fit" in err and "--set" in out

@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -49,7 +48,7 @@ class MetricLogger:
         self._path = self._job.folder / METRICS if Processes.current.first else None
         facts = {"settings": self._job.settings.model_dump(mode="json"), "seed": self._job.seed}
         facts |= {"devices": trainer.devices(), "versions": versions()}
-        run = replace(self._job.tracked, start=start, facts=json.loads(masked(json.dumps(facts))))
+        run = self._job.tracked._replace(start=start, facts=json.loads(masked(json.dumps(facts))))
         self._trackers = Trackers(self._job.trackers if self._path else {}, run, self._job.folder, console.say)
         self._file: TextIO | None = None
         self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
