@@ -65,7 +65,7 @@ def tiny_llama(seed: int = 0, scale: float = 6.0, layers: int = 1) -> LoadedMode
 
 @partial(jax.jit, static_argnames="graph")
 def _all_logits(graph, params, row):
-    return logits_of(graph, params, row, "float32")[0].array()
+    return logits_of((graph, "float32", None), params, {"tokens": row})[0].array()
 
 
 def full_logits(model: LoadedModel, tokens: Sequence[int]) -> np.ndarray:
