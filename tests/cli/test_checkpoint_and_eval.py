@@ -6,8 +6,9 @@ from pathlib import Path
 
 from affinage.checkpoint.store import METADATA
 from affinage.pipeline.models import resolve, results_folder
-from benchmark_fixtures import write_items as write_benchmark
-from choice_task import sums, write_items, write_task
+from benchmark_fixtures import write_items
+from choice_task import sums, write_task
+from source_forms import write_lines
 
 
 def flip(path: Path) -> None:
@@ -53,8 +54,8 @@ def test_tasks_that_are_left_out_items_that_are_cut_and_items_in_the_text_are_in
     items[2]["question"] = answer("data", "head", "tiny", "--part", "train", "--limit", "1")[0]["text"][:300]
     plain, talk, task = (write_task(Path(name), name, sums(2)) for name in ("plain", "talk", "task"))
     talk.write_text(talk.read_text() + "tag: chat\n")
-    write_items(task.parent, items)
-    piqa = str(write_benchmark(Path("items"), ["piqa"], copies=2))
+    write_lines(task.with_name("items.jsonl"), items)
+    piqa = str(write_items(Path("items"), ["piqa"], copies=2))
 
     def told(model: str, *words: object) -> str:
         status, out, said = affinage("eval", model, "--tasks", ",".join(map(str, words[:2])), *map(str, words[2:]))

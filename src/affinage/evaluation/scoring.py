@@ -240,10 +240,10 @@ def _scores(
     tokens: Int[Array, "B S"],
     logit_positions: Int[Array, "R P"],
     targets: Int[Array, "R P"],
-    places: Mapping[str, Int[Array, "B S"]],  # see `logits_of`
+    places: Mapping[str, Int[Array, "B S"]],  # `positions` and segments, where rows hold several texts
 ) -> tuple[Float[Array, "R P"], Bool[Array, "R P"]]:
     """Log-probability of each target, and whether it is the most likely token, in float32, a block at a time."""
-    lazy, _ = logits_of(graph, params, tokens, dtype, places=places, layout=layout, logit_positions=logit_positions)
+    lazy, _ = logits_of((graph, dtype, layout), params, {"tokens": tokens, **places}, logit_positions=logit_positions)
     vocabulary = lazy.kernel.shape[0]
 
     def score_one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -157,7 +157,7 @@ def _apart(
 def _logits(
     graph: Graph, params: PyTree, tokens: Int[Array, "B S"], layout: MeshLayout | None
 ) -> Float[Array, "B S V"]:
-    return logits_of(graph, params, tokens, "float32", attention="xla", layout=layout)[0].array()
+    return logits_of((graph, "float32", layout), params, {"tokens": tokens}, attention="xla")[0].array()
 
 
 def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:
