@@ -129,35 +129,29 @@ def test_a_run_can_be_told_to_stop_from_its_start_on(seconds: float, tmp_path: P
     assert process.returncode == 75 and "Traceback" not in said, said
 
 
-# Libraries that make something else of the error by which a signal is heard.
-MADE_AN_ERROR = """
-try: os.kill(os.getpid(), signal.SIGTERM); [sum(range(100)) for _ in range(10**9)]
-except Exception as error: raise ValueError('cannot be built') from error
+HEARD = """
+import os, signal, sys, time
+from affinage.errors import Preempted
+from affinage.stopping import StopSignals
+try:
+    with StopSignals() as process:
+        try: os.kill(os.getpid(), signal.SIGTERM); [sum(range(100)) for _ in range(10**9)]
+        except Exception as error: {of_the_error}
+        time.sleep(600)
+except Preempted as told: print(told, file=sys.stderr); sys.exit(75)
 """
-SWALLOWED = """
-try: os.kill(os.getpid(), signal.SIGTERM); [sum(range(100)) for _ in range(10**9)]
-except Exception: pass
-{then}
-time.sleep(600)
-"""
-AGAIN = "time.sleep(1.6); os.kill(os.getpid(), signal.SIGTERM)"
 
 
 @pytest.mark.parametrize(
-    "where",
+    "of_the_error",
     [
-        pytest.param(MADE_AN_ERROR, id="made an error"),
-        pytest.param(SWALLOWED.replace("{then}", "process.raise_pending()"), id="swallowed, and the next step begins"),
-        pytest.param(SWALLOWED.replace("{then}", AGAIN), id="swallowed, and told again"),
+        "raise ValueError('cannot be built') from error",
+        "process.raise_pending()",  # it is swallowed, and the next step begins
+        "time.sleep(1.6); os.kill(os.getpid(), signal.SIGTERM)",  # it is swallowed, and told again
     ],
 )
-def test_a_word_to_stop_is_heard_whatever_a_library_makes_of_it(where: str):
-    ran = python(
-        "import os, signal, sys, time\n"
-        "from affinage.errors import Preempted\nfrom affinage.stopping import StopSignals\n"
-        f"try:\n    with StopSignals() as process: exec({where!r})\n"
-        "except Preempted as told: print(told, file=sys.stderr); sys.exit(75)\n"
-    )
+def test_a_word_to_stop_is_heard_whatever_a_library_makes_of_the_error_by_which_it_comes(of_the_error: str):
+    ran = python(HEARD.replace("{of_the_error}", of_the_error))
     assert ran.returncode == 75 and "Traceback" not in ran.stderr, ran.stderr
 
 
@@ -171,10 +165,10 @@ def test_output_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch):
             print("another", flush=True)
 
 
-@pytest.mark.parametrize(("number", "passes"), [(errno.EIO, True), (errno.ESTALE, True), (errno.ENOSPC, False)])
-def test_a_disk_behind_a_network_may_come_back_and_a_full_one_does_not(number: int, passes: bool):
-    message = of_the_machine(OSError(number, os.strerror(number), "runs"))
-    assert isinstance(message, UserError) and isinstance(message, TransientError) == passes
+def test_a_disk_behind_a_network_may_come_back_and_a_full_one_does_not():
+    for number, passes in ((errno.EIO, True), (errno.ESTALE, True), (errno.ENOSPC, False)):
+        message = of_the_machine(OSError(number, os.strerror(number), "runs"))
+        assert isinstance(message, UserError) and isinstance(message, TransientError) == passes
 
 
 IN_NATIVE_CODE = """
