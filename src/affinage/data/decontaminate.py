@@ -123,11 +123,11 @@ def _index(
     data: Array, offsets: Array, table: Array, ngram: int, least: int, keys: Array, of: Array
 ) -> tuple[int, Array]:
     """Write hashes of the runs of texts, and which text's; how many, and words per run of each text or 0, int64 [N]."""
-    out, room = 0, longest_text(offsets) + 1
+    out, room = 0, longest_text(offsets)
     words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)
     lengths = np.zeros(offsets.size - 1, np.int64)
     for text in range(offsets.size - 1):
-        count = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, None, places)
+        count, _ = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, places)
         if min(ngram, count) >= least:
             lengths[text] = min(ngram, count)
             runs = shingles(words, count, ngram, np.uint64(0), keys[out:])
@@ -139,12 +139,12 @@ def _index(
 @kernel
 def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Array, lengths: Array) -> Array:
     """The hits in all texts, int64 [H, 4]."""
-    room = longest_text(offsets) + 1
+    room = longest_text(offsets)
     words, places, runs = np.empty(room, np.uint64), np.empty((room, 2), np.int64), np.empty(room, np.uint64)
     hits = [np.int64(0) for _ in range(0)]
     for text in range(offsets.size - 1):
         start = np.int64(offsets[text])
-        word_count = hash_words(data, start, np.int64(offsets[text + 1]), words_table, words, None, places)
+        word_count, _ = hash_words(data, start, np.int64(offsets[text + 1]), words_table, words, places)
         for length in lengths:
             for k in range(shingles(words, word_count, length, np.uint64(0), runs) if word_count >= length else 0):
                 bit = np.int64(runs[k] & np.uint64(64 * bits.size - 1))

@@ -33,7 +33,7 @@ from affinage.data.minhash import jaccard, shingle_sets, sign
 MAX_COMPARED = 256  # kept documents of one bucket that a document is compared with, the nearest in rank first
 REMOVED = "removed.parquet"
 _MARKUP = r"</?[a-zA-Z][^<>]*>|&#?\w{2,8};"
-_FACTS = ("content", "content_2", "markup", "bytes")  # the first rows of a signature file; the keys of bands follow
+_FACTS = ("content", "markup", "bytes")  # the first rows of a signature file; the keys of bands follow
 _TEXTS = ("id", "source")  # released documents may be without them
 _NAMES = pa.schema([*((name, pa.string()) for name in _TEXTS), ("size", pa.int64())])
 _BEST_FIRST = [("released", "descending"), ("markup", "ascending"), ("size", "descending")]
@@ -185,8 +185,7 @@ def _compare(
         "duplicate_of": kept["id"],
         "duplicate_of_source": kept["source"],
         "jaccard": similarity[copies],
-        # the same content but for case and white space
-        "exact": pc.and_(*(pc.equal(gone[name], kept[name]) for name in ("content", "content_2"))),
+        "exact": pc.equal(gone["content"], kept["content"]),
     }
     return pa.table(removed).sort_by("document")
 

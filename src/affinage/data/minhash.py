@@ -43,61 +43,52 @@ def _tag_end(data: Array, i: np.int64, end: np.int64) -> np.int64:
 
 
 @kernel
-def hash_words(data, i, end, table, words, content, places):  # type: ignore[no-untyped-def]
-    """Write hashes of the words in bytes [i, end) to `words` and return their number.
+def _add(words, places, count, hashed, start, stop):  # type: ignore[no-untyped-def]
+    words[count] = mix(hashed)
+    if places is not None:
+        places[count, 0], places[count, 1] = start, stop
+    return count + 1
 
-    Either `content` (uint64 [2]) receives a 128-bit hash of the text but for case and white space, or `places` (int64
-    [words, 2]) the first and last + 1 byte of every word, and HTML tags separate words. The other one is None.
+
+@kernel
+def hash_words(data, i, end, table, words, places):  # type: ignore[no-untyped-def]
+    """Write hashes of the words in bytes [i, end) to `words`; return how many, and a hash of the whole text.
+
+    The latter is of the text but for case and white space, and only without `places`. With these (int64 [words, 2], or
+    None), which receive the first and last + 1 byte of every word, HTML tags separate words.
     """
-    count, word = 0, np.uint64(0)
-    first, second, blank, begun = np.uint64(0), np.uint64(1), False, False
+    count, word, start, whole, blank = 0, np.uint64(0), i, np.uint64(0), False
     while i < end:
         code, size = decode(data, i)
         if places is not None and code == 0x3C:
             size = max(size, _tag_end(data, i, end) - i)
         kind, point = table[code] >> np.uint32(24), np.uint64(table[code] & _MASK)
-        if content is not None:
+        if places is None:
             if kind == BLANK:
-                blank = begun
+                blank = whole != np.uint64(0)
             else:
                 if blank:
-                    first, second = (first ^ np.uint64(32)) * _PRIME, (second + np.uint64(32)) * _PRIME2
-                first, second = (first ^ point) * _PRIME, (second + point) * _PRIME2
-                blank, begun = False, True
+                    whole = (whole ^ np.uint64(32)) * _PRIME
+                whole, blank = (whole ^ point) * _PRIME, False
         if kind == WORD:
-            if places is not None and word == 0:
-                places[count, 0] = i
+            if word == 0:
+                start = i
             word = (word ^ (point + np.uint64(1))) * _PRIME
         else:
             if word != 0:
-                words[count] = mix(word)
-                if places is not None:
-                    places[count, 1] = i
-                word = np.uint64(0)
-                count += 1
+                count, word = _add(words, places, count, word, start, i), np.uint64(0)
             if kind == SINGLE:
-                words[count] = mix(point * _PRIME2)
-                if places is not None:
-                    places[count, 0], places[count, 1] = i, i + size
-                count += 1
+                count = _add(words, places, count, point * _PRIME2, i, i + size)
         i += size
     if word != 0:
-        words[count] = mix(word)
-        if places is not None:
-            places[count, 1] = i
-        count += 1
-    if content is not None:
-        content[0], content[1] = mix(first), mix(second)
-    return count
+        count = _add(words, places, count, word, start, end)
+    return count, mix(whole)
 
 
 @kernel
 def longest_text(offsets: Array) -> int:
-    """Bytes of the longest text of a column."""
-    longest = 0
-    for text in range(offsets.size - 1):
-        longest = max(longest, offsets[text + 1] - offsets[text])
-    return longest
+    """Bytes of the longest text of a column, at least 1."""
+    return max(1, np.append(np.diff(offsets), 1).max())
 
 
 @kernel
@@ -120,15 +111,13 @@ def shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Arr
 def _sign(
     data: Array, offsets: Array, table: Array, ngram: int, a: Array, b: Array, content: Array, keys: Array
 ) -> None:
-    room = longest_text(offsets) + 1
-    words, runs = np.empty(room, np.uint64), np.empty(room, np.uint64)
-    minima, whole = np.empty(a.size, np.uint32), np.empty(2, np.uint64)
-    rows = a.size // keys.shape[0]
+    room, rows = longest_text(offsets), a.size // keys.shape[0]
+    words, runs, minima = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(a.size, np.uint32)
     for text in range(offsets.size - 1):
-        word_count = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
-        content[0, text], content[1, text] = whole[0], whole[1]
+        start, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
+        count, content[text] = hash_words(data, start, end, table, words, None)
         minima[:] = np.uint32(0xFFFFFFFF)
-        for i in range(shingles(words, word_count, ngram, whole[0], runs)):
+        for i in range(shingles(words, count, ngram, content[text], runs)):
             x = np.uint32(runs[i] >> np.uint64(32))
             for k in range(minima.size):
                 minima[k] = min(minima[k], np.uint32(a[k] * x + b[k]))
@@ -143,31 +132,28 @@ def sign(text: pa.Array, ngram: int, bands: int, rows: int) -> tuple[np.ndarray,
     """What finds the duplicates among N texts.
 
     Returns:
-        content: uint64 [2, N], a 128-bit hash of the text in lower case with every run of white space as one space.
+        content: uint64 [N], a hash of the text in lower case with every run of white space as one space.
         keys: uint64 [bands, N], equal where all `rows` hashes of a band are. The hash functions are a x + b mod 2^32
         with odd a (Dietzfelbinger's multiply-shift).
     """
     a, b = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 2**32, (2, bands * rows), np.uint32)
-    content, keys = np.empty((2, len(text)), np.uint64), np.empty((bands, len(text)), np.uint64)
+    content, keys = np.empty(len(text), np.uint64), np.empty((bands, len(text)), np.uint64)
     _sign(*text_buffers(text), word_table(), ngram, a | np.uint32(1), b, content, keys)
     return content, keys
 
 
 @kernel
 def _shingle_sets(data: Array, offsets: Array, table: Array, ngram: int, out: Array, sizes: Array) -> int:
-    room = longest_text(offsets) + 1
-    words, runs, whole = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(2, np.uint64)
-    start = 0
+    room, total = longest_text(offsets), 0
+    words, runs = np.empty(room, np.uint64), np.empty(room, np.uint64)
     for text in range(sizes.size):
-        word_count = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole, None)
-        count = shingles(words, word_count, ngram, whole[0], runs)
-        end = start
-        for shingle in np.sort(runs[:count]):
-            if end == start or out[end - 1] != shingle:
-                out[end] = shingle
-                end += 1
-        sizes[text], start = end - start, end
-    return start
+        start, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
+        count, content = hash_words(data, start, end, table, words, None)
+        distinct = np.unique(runs[: shingles(words, count, ngram, content, runs)])
+        out[total : total + distinct.size] = distinct
+        sizes[text] = distinct.size
+        total += distinct.size
+    return total
 
 
 def shingle_sets(text: pa.Array, ngram: int) -> tuple[np.ndarray, np.ndarray]:
