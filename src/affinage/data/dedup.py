@@ -4,12 +4,11 @@
 2. Buckets: the keys of each band are sorted; documents with the same key are in one bucket, and are candidates.
 3. N-grams: the word n-grams of all candidates, a file for each document file.
 4. Comparison: from the best candidate to the worst. A document goes if its exact Jaccard similarity to a document that
-   stays, and with which it shares a key, reaches the threshold.
+   stays, and with which it shares a key, reaches the threshold. So every removed document has one that stays this near.
 
-So every removed document has one that stays this near, and documents along a chain of small changes that are unlike
-everything that stays are kept. The best of two copies is the one with fewer HTML tags and entities in its text, then
-with more distinct n-grams, then of fewer bytes, then with the smaller id. Documents of `dedup.against` come before all
-others and always stay. The result depends neither on the executor nor on the order of the files.
+The best of two copies is the one with fewer HTML tags and entities in its text, then with more distinct n-grams, then
+of fewer bytes, then with the smaller id. Documents of `dedup.against` come before all others and always stay. The
+result depends neither on the executor nor on the order of the files.
 """
 
 import shutil
@@ -34,8 +33,7 @@ MAX_COMPARED = 256  # kept documents of one bucket that a document is compared w
 REMOVED = "removed.parquet"
 _MARKUP = r"</?[a-zA-Z][^<>]*>|&#?\w{2,8};"
 _FACTS = ("content", "markup", "bytes")  # the first rows of a signature file; the keys of bands follow
-_TEXTS = ("id", "source")  # released documents may be without them
-_NAMES = pa.schema([*((name, pa.string()) for name in _TEXTS), ("size", pa.int64())])
+_NAMES = pa.schema([("id", pa.string()), ("source", pa.string()), ("size", pa.int64())])
 _BEST_FIRST = [("released", "descending"), ("markup", "ascending"), ("size", "descending")]
 _BEST_FIRST += [(name, "ascending") for name in ("bytes", "id", "source", "content", "document")]
 
@@ -95,25 +93,26 @@ def find_duplicates(
     starts = first_documents(files)
     tasks = list(zip(range(len(files)), files, starts))
     executor.map(partial(_sign, settings, scratch), tasks, scratch / "sign", threads=True, label="signing")
-    candidates, first = np.zeros(starts[-1], bool), 0  # those that share a bucket; the number of the next bucket
+    candidates, count = np.zeros(starts[-1], bool), 0  # documents that share a bucket; buckets
     for band in range(settings.num_buckets):
         keys = _signatures(scratch, len(files), len(_FACTS) + band)
         order = np.argsort(keys, kind="stable")
-        ordered, new, last = keys[order], np.ones(order.size, bool), np.ones(order.size, bool)
-        new[1:] = last[:-1] = ordered[1:] != ordered[:-1]
-        shared = ~(new & last)
+        keys, begins = keys[order], np.ones(keys.size + 1, bool)
+        begins[1:-1] = keys[1:] != keys[:-1]
+        shared = ~(begins[:-1] & begins[1:])  # with a document before or after that has the same key
+        numbers = count - 1 + np.cumsum(begins[:-1] & shared)
         buckets = np.full(keys.size, -1, np.int32)  # -1 where a document is alone
-        buckets[order[shared]] = first + np.cumsum(new & ~last)[shared] - 1
+        buckets[order[shared]] = numbers[shared]
         np.save(scratch / f"buckets-{band}.npy", buckets)
         candidates |= buckets >= 0
-        first = max(first, int(buckets.max(initial=-1)) + 1)
+        count = max(count, int(buckets.max(initial=-1)) + 1)
     np.save(scratch / "candidates.npy", candidates)
     executor.map(partial(_gather, settings, scratch), tasks, scratch / "gather", threads=True, label="gathering")
-    return _compare(settings, scratch, candidates, first, len(files), starts[released])
+    return _compare(settings, scratch, candidates, count, len(files), starts[released])
 
 
 def _sign(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int]) -> None:
-    """Pass 1: write the signatures of one file, uint64 [4 + bands, documents]."""
+    """Pass 1: write the signatures of one file, uint64 [3 + bands, documents]."""
     number, path, _ = task
     parts = [np.zeros((len(_FACTS) + settings.num_buckets, 0), np.uint64)]
     for batch in read_documents(path, ["text"]):
@@ -126,25 +125,22 @@ def _sign(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int]) -
 
 def _signatures(scratch: Path, files: int, row: int) -> np.ndarray:
     """One row of the signatures, uint64 [documents of all files]."""
-    parts = [np.load(scratch / f"signatures-{number}.npy", mmap_mode="r")[row] for number in range(files)]
-    return np.concatenate([np.zeros(0, np.uint64), *parts])
+    return np.concatenate([np.load(scratch / f"signatures-{k}.npy", mmap_mode="r")[row] for k in range(files)])
 
 
 def _gather(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int]) -> None:
     """Pass 3: write the names of the candidates of one file, how many n-grams each has, and these end to end."""
     number, path, start = task
-    candidates = np.load(scratch / "candidates.npy", mmap_mode="r")
-    tables, sets = [_NAMES.empty_table()], [np.zeros(0, np.uint64)]
-    for batch in read_documents(path, [*_TEXTS, "text"]):
-        chosen = pa.array(candidates[start : start + batch.num_rows])
-        batch, start = batch.filter(chosen), start + batch.num_rows
-        own_sets, sizes = shingle_sets(batch["text"], settings.n_grams)
-        absent = pa.array([""] * len(batch), pa.string())
-        names = [batch[name] if name in batch.schema.names else absent for name in _TEXTS]
-        tables.append(pa.table([*names, pa.array(sizes)], schema=_NAMES))
-        sets.append(own_sets)
-    feather.write_feather(pa.concat_tables(tables), scratch / f"candidates-{number}", compression="uncompressed")
-    np.concatenate(sets).tofile(scratch / f"sets-{number}")
+    candidates, names = np.load(scratch / "candidates.npy", mmap_mode="r"), [_NAMES.empty_table()]
+    with (scratch / f"sets-{number}").open("wb") as sets:
+        for batch in read_documents(path, ["id", "source", "text"]):
+            batch, start = batch.filter(pa.array(candidates[start : start + len(batch)])), start + len(batch)
+            own_sets, sizes = shingle_sets(batch["text"], settings.n_grams)
+            own_sets.tofile(sets)
+            # Released documents may be without names.
+            own = {name: batch[name] if name in batch.schema.names else [""] * len(batch) for name in ("id", "source")}
+            names.append(pa.table(own | {"size": sizes}, _NAMES))
+    feather.write_feather(pa.concat_tables(names), scratch / f"candidates-{number}", compression="uncompressed")
 
 
 def _compare(
@@ -154,18 +150,16 @@ def _compare(
 
     The first `released` documents were released before.
     """
-    tables = [_NAMES.empty_table()]
+    tables = []
     with (scratch / "sets").open("wb") as joined:
         for number in range(files):
             tables.append(feather.read_table(scratch / f"candidates-{number}"))
-            with (scratch / f"sets-{number}").open("rb") as part:
-                shutil.copyfileobj(part, joined, 1 << 22)
+            joined.write((scratch / f"sets-{number}").read_bytes())
         joined.write(bytes(8))  # an empty file cannot be mapped
-    table, documents = pa.concat_tables(tables), np.flatnonzero(candidates)
-    facts = {"document": documents, "released": documents < released}
-    facts |= {name: _signatures(scratch, files, row)[candidates] for row, name in enumerate(_FACTS)}
-    for name, values in facts.items():
-        table = table.append_column(name, pa.array(values))
+    names, documents = pa.concat_tables(tables), np.flatnonzero(candidates)
+    facts = {name: _signatures(scratch, files, row)[candidates] for row, name in enumerate(_FACTS)}
+    facts |= {"document": documents, "released": documents < released}
+    table = pa.table(dict(zip(names.column_names, names.columns)) | facts)
     starts = np.append(0, np.cumsum(table["size"].to_numpy()))
     order = pc.sort_indices(table, _BEST_FIRST).to_numpy()
     table, starts, documents = table.take(order), starts[order], documents[order]
