@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
-from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, document_files, read_documents
+from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, numbered_files, read_documents
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.json_files import encodable, write_json
 from affinage.data.minhash import hash_words, longest_text, shingles
@@ -36,10 +37,10 @@ TEXT, KEY, START, STOP = range(4)  # columns of hits: the number of a text, that
 _BLANK = re.compile(r"(?<!\w)_+(?!\w)")  # that a choice fills
 _MOST_JOINED = 12  # short texts of an item
 _FILTER_BITS = 16  # per run: of 16 words that begin no run, one is looked up
-MATCHES = "matches.parquet"
 # `text` is the first run in common, as the document has it; `words` counts what white space separates in it.
-_TEXTS = ("document", "source", "url", "benchmark", "item", "text")
-_MATCH = pa.schema([*((name, pa.string()) for name in _TEXTS), ("words", pa.int64())])
+_MATCH = pa.schema(
+    dict.fromkeys(("document", "source", "url", "benchmark", "item", "text"), pa.string()) | {"words": pa.int64()}
+)
 EXAMPLES = 20  # matches in the summary
 _ROWS = 1_000  # of conversations, read at once
 
@@ -96,9 +97,8 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
 def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
     """What is searched for of an item: (text, whether it may stand in natural text).
 
-    Those are its texts; sentences with a blank (`_`), filled with each of the item's short texts, for they are
-    published whole; and short texts joined, for a question and its answer may follow each other. A text of other ones
-    with few words between is a prompt of the harness: `Answer:` stands there in no natural text.
+    Those are its texts; sentences with a blank (`_`), filled with each of its short texts; and short texts joined, for
+    a question and its answer may follow each other. A text of others with few words between is a prompt of the harness.
     """
     texts = list(dict.fromkeys(text for text in item.texts if text.strip()))
     short = [text for text in texts if len(text.split()) < min_words][:_MOST_JOINED]
@@ -171,26 +171,25 @@ class ItemIndex:
     ) -> None:
         self.items, self.n_grams, self.boilerplate = tuple(items), n_grams, boilerplate
         least = min(n_grams, min_words)
-        searched = [(text, k, may) for k, item in enumerate(self.items) for text, may in search_texts(item, least)]
-        owner = np.array([k for _, k, _ in searched], np.int64)
-        natural = np.array([may for *_, may in searched], bool)
+        searched = [
+            (text, k, natural) for k, item in enumerate(self.items) for text, natural in search_texts(item, least)
+        ]
         data, offsets = text_buffers(normalized([text for text, *_ in searched]))
         keys, of = np.empty(int(offsets[-1]) + 1, np.uint64), np.empty(int(offsets[-1]) + 1, np.int64)
         count, lengths = _index(data, offsets, word_table(folded=True), n_grams, least, keys, of)
         self.lengths = np.unique(lengths[lengths > 0])
-        findable = set(owner[(lengths > 0) & natural].tolist())
+        findable = {k for (_, k, natural), length in zip(searched, lengths) if natural and length}
         self.too_short = Counter(item.benchmark for k, item in enumerate(self.items) if k not in findable)
 
-        names = {name: number for number, name in enumerate(dict.fromkeys(item.benchmark for item in self.items))}
-        benchmark = np.array([names[item.benchmark] for item in self.items], np.int64)
-        hashes, members = keys[:count], owner[of[:count]]
-        order = np.lexsort((members, benchmark[members], hashes))
-        order = order[_changes(hashes[order], members[order])]
-        hashes, members = hashes[order], members[order]
-        groups = np.cumsum(_changes(hashes, benchmark[members])) - 1
-        rare = np.bincount(groups)[groups] <= boilerplate
-        self.keys, starts = np.unique(hashes[rare], return_index=True)
-        self._bounds, self._members = np.append(starts, rare.sum()), members[rare]
+        members = np.array([k for _, k, _ in searched], np.int64)[of[:count]]
+        benchmarks = pa.array([item.benchmark for item in self.items], pa.string()).take(pa.array(members))
+        runs = pa.table({"run": keys[:count], "benchmark": benchmarks, "item": members})
+        runs = runs.group_by(["run", "benchmark", "item"]).aggregate([])
+        rare = runs.group_by(["run", "benchmark"]).aggregate([("item", "count")])
+        rare = rare.filter(pc.field("item_count") <= boilerplate)
+        runs = runs.join(rare, ["run", "benchmark"], join_type="left semi").sort_by("run")
+        self.keys, starts = np.unique(runs["run"].to_numpy(), return_index=True)
+        self._bounds, self._members = np.append(starts, len(runs)), runs["item"].to_numpy()
         # A filter before the search in the keys, which lie outside the cache.
         self._bits = np.zeros(1 << max(0, (_FILTER_BITS * self.keys.size // 64).bit_length()), np.uint64)
         bit = self.keys & np.uint64(64 * self._bits.size - 1)
@@ -207,8 +206,7 @@ class ItemIndex:
         return frozenset((self.items[member].benchmark, self.items[member].id) for member in members)
 
     def scan(self, text: pa.Array) -> np.ndarray:
-        """The runs in a pyarrow string array of texts that are in normal form C: hits, int64 [H, 4], ordered by text
-        and place."""
+        """The hits in a string array of texts in normal form C, int64 [H, 4], ordered by text and place."""
         hits = _scan(*text_buffers(text), word_table(folded=True), self.keys, self._bits, self.lengths)
         ordered: np.ndarray = hits[np.lexsort((hits[:, START], hits[:, TEXT]))]
         return ordered
@@ -216,15 +214,7 @@ class ItemIndex:
     def texts_with(self, hits: np.ndarray) -> np.ndarray:
         """In how many texts each run is, int64 [K]."""
         pairs = np.unique(hits[:, [TEXT, KEY]], axis=0)
-        counts: np.ndarray = np.bincount(pairs[:, 1], minlength=self.keys.size)
-        return counts
-
-
-def _changes(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Where either array differs from its element before, bool; true at the start."""
-    changes = np.ones(first.size, bool)
-    changes[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
-    return changes
+        return np.bincount(pairs[:, 1], minlength=self.keys.size)
 
 
 def normalized(texts: Sequence[str]) -> pa.Array:
@@ -249,47 +239,39 @@ def decontaminate(
     found, the documents they are in, and those that are `common`: copied to more than `BOILERPLATE` documents, which
     stay) and `matches` (the first). An interrupted call resumes with the missing files.
     """
-    index, paths = ItemIndex(items, settings.n_grams), document_files(documents_folder)
+    index = ItemIndex(items, settings.n_grams)
 
-    def scan(path: Path) -> list[list[int]]:
-        """Return the hits in a file, in which its documents are counted."""
-        rows, documents = [], 0
+    def scan(task: tuple[Path, int]) -> list[list[int]]:
+        """Return the hits in a file, whose documents are numbered from `first`."""
+        rows, (path, first) = [], task
         for batch in read_documents(path, ["text"]):
             hits = index.scan(batch.column("text"))
-            hits[:, TEXT] += documents
+            hits[:, TEXT] += first
             rows += hits.tolist()
-            documents += batch.num_rows
+            first += batch.num_rows
         return rows
 
-    scanned = executor.map(scan, paths, folder / "scans", threads=True, label="scanning")
-    hits = [np.array(rows, np.int64).reshape(-1, 4) for rows in scanned]
-    common = np.sum([index.texts_with(rows) for rows in hits], axis=0, initial=0) > index.boilerplate
+    tasks = numbered_files(documents_folder)
+    scanned = executor.map(scan, tasks, folder / "scans", threads=True, label="scanning")
+    hits = np.concatenate([np.array(rows, np.int64).reshape(-1, 4) for rows in scanned])
+    common = index.texts_with(hits) > index.boilerplate
+    hits = hits[~common[hits[:, KEY]]]
 
-    def copy(task: tuple[Path, np.ndarray]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Copy a file without the documents that have hits; return the statistics and all matches."""
-        (path, hits), matches = task, []
-        hits = hits[~common[hits[:, KEY]]]
+    def items_in(batch: pa.RecordBatch, first: int, stats: Stats) -> Verdicts:
+        verdicts = {}
+        own = hits[slice(*np.searchsorted(hits[:, TEXT], [first, first + batch.num_rows]))]
+        for text in np.unique(own[:, TEXT]).tolist():
+            matches = _matches(batch.slice(text - first, 1).to_pylist()[0], own[own[:, TEXT] == text], index)
+            stats.notes += matches
+            best = max(matches, key=lambda match: int(match["words"]))
+            detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
+            verdicts[text - first] = "in a benchmark", detail
+        return verdicts
 
-        def items_in(batch: pa.RecordBatch, before: int) -> Verdicts:
-            verdicts = {}
-            own = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
-            for text in np.unique(own[:, TEXT]).tolist():
-                own_matches = _matches(batch.slice(text - before, 1).to_pylist()[0], own[own[:, TEXT] == text], index)
-                matches.extend(own_matches)
-                best = max(own_matches, key=lambda match: int(match["words"]))
-                detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
-                verdicts[text - before] = "in a benchmark", detail
-            return verdicts
-
-        return copy_documents(path, documents_folder, folder, items_in), matches
-
-    copies = executor.map(copy, list(zip(paths, hits)), folder / "copies", threads=True, label="copying")
-    total = Stats.total(stats for stats, _ in copies)
-    matches = [match for _, own in copies for match in own]
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(matches, _MATCH), folder / MATCHES, compression="zstd")
-    for stage in ("scans", "copies"):
-        shutil.rmtree(folder / stage, ignore_errors=True)
+    total = copy_documents(documents_folder, folder, items_in, executor)
+    matches = total.notes
+    pq.write_table(pa.Table.from_pylist(matches, _MATCH), folder / "matches.parquet", compression="zstd")
+    shutil.rmtree(folder / "scans")
     matched = {(match["benchmark"], match["item"]) for match in matches}
     documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
     numbers = {
@@ -314,8 +296,7 @@ def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> li
     names, matches = {"document": document["id"], "source": document["source"], "url": document["url"]}, []
     for number, (start, stop) in sorted(stretches.items()):
         item, text = index.items[number], document["text"].encode()[start:stop].decode()
-        words = len(text.split())
-        matches.append(names | {"benchmark": item.benchmark, "item": item.id, "words": words, "text": text})
+        matches.append(names | {"benchmark": item.benchmark, "item": item.id, "words": len(text.split()), "text": text})
     return matches
 
 
@@ -364,9 +345,8 @@ def contamination(index: ItemIndex, texts: Iterable[pa.Array]) -> Contamination:
         count += len(column)
     few = texts_with <= index.boilerplate
     matched, common = index.items_with((texts_with > 0) & few), index.items_with(~few)
-    return Contamination(
-        frozenset(item.benchmark for item in index.items), count, matched, common - matched, index.n_grams
-    )
+    benchmarks = frozenset(item.benchmark for item in index.items)
+    return Contamination(benchmarks, count, matched, common - matched, index.n_grams)
 
 
 def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:

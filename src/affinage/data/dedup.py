@@ -26,7 +26,7 @@ from pyarrow import feather
 from affinage.config.data import DedupSettings
 from affinage.data.code_points import Array, kernel, text_buffers
 from affinage.data.documents import Stats, Verdicts, copy_documents, document_files, first_documents, read_documents
-from affinage.data.executor import LOCAL, Executor, clear_completions
+from affinage.data.executor import LOCAL, Executor
 from affinage.data.minhash import jaccard, shingle_sets, sign
 
 MAX_COMPARED = 256  # kept documents of one bucket that a document is compared with, the nearest in rank first
@@ -55,28 +55,20 @@ def dedup(
     own, released = document_files(documents_folder), document_files(against) if against is not None else []
     scratch, files = folder / "scratch", [*released, *own]
     removed = find_duplicates(files, settings, scratch, released=len(released), executor=executor)
-    numbers = removed["document"].to_numpy()
+    numbers, released_documents = removed["document"].to_numpy(), first_documents(released)[-1]
 
-    def copy(task: tuple[Path, int]) -> dict[str, Any]:
-        """Copy one file, whose documents are numbered from `first`, without its duplicates; return the statistics."""
-        path, first = task
+    def duplicates_in(batch: pa.RecordBatch, before: int, stats: Stats) -> Verdicts:
+        begin, verdicts = released_documents + before, {}
+        start, stop = np.searchsorted(numbers, [begin, begin + batch.num_rows])
+        for row in removed.slice(start, stop - start).to_pylist():
+            detail = f"Jaccard {row['jaccard']:.3f} to {row['duplicate_of']} of {row['duplicate_of_source']}"
+            verdicts[row["document"] - begin] = (f"{'exact' if row['exact'] else 'near'} duplicate", detail)
+        return verdicts
 
-        def duplicates_in(batch: pa.RecordBatch, before: int) -> Verdicts:
-            begin, verdicts = first + before, {}
-            start, stop = np.searchsorted(numbers, [begin, begin + batch.num_rows])
-            for row in removed.slice(start, stop - start).to_pylist():
-                detail = f"Jaccard {row['jaccard']:.3f} to {row['duplicate_of']} of {row['duplicate_of_source']}"
-                verdicts[row["document"] - begin] = (f"{'exact' if row['exact'] else 'near'} duplicate", detail)
-            return verdicts
-
-        return copy_documents(path, documents_folder, folder, duplicates_in)
-
-    tasks = list(zip(own, first_documents(files)[len(released) : -1]))
-    total = Stats.total(executor.map(copy, tasks, folder, threads=True, label="copying"))
+    total = copy_documents(documents_folder, folder, duplicates_in, executor)
     order = [(name, "ascending") for name in ("duplicate_of_source", "duplicate_of", "source", "id")]
     removed = removed.sort_by(order).drop_columns(["document", "kept"])
     pq.write_table(removed, folder / REMOVED, compression="zstd")
-    clear_completions(folder)
     shutil.rmtree(scratch)
     return total.summary()
 
