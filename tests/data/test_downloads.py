@@ -10,10 +10,10 @@ import pytest
 
 import hub_server
 from affinage.config.data import SourceSettings
-from affinage.data import executor, hub_datasets
+from affinage.data import executor, readers
 from affinage.data.files import CACHE_VARIABLE, cached, cached_path
-from affinage.data.hub_datasets import at_commit
 from affinage.data.places import limit_requests
+from affinage.data.readers import at_commit
 from hub_server import Fault
 from run_affinage import refused
 from source_forms import collected, write_lines
@@ -176,7 +176,7 @@ def hub(monkeypatch):
 )
 def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix, monkeypatch):
     hub.faults[:] = [fault]
-    monkeypatch.setattr(hub_datasets, "limit_requests", partial(limit_requests, 0.5))
+    monkeypatch.setattr(readers, "limit_requests", partial(limit_requests, 0.5))
     settings = SourceSettings(dataset="some/data", revision="v2" if "revision" in words else "")
     error = refused(at_commit, settings, "data.sources[0]")
     assert words in error.what and error.where == "data.sources[0]" and fix in error.fix

@@ -14,10 +14,10 @@ from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import TuningSettings
 from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
 from affinage.data.files import DamagedFile, DatasetPart, Part, open_plain, open_stored, reports_damage
-from affinage.data.hub_datasets import rows_of
 from affinage.data.ingest import find_parts
 from affinage.data.json_files import encodable
 from affinage.data.places import located
+from affinage.data.readers import rows_of
 from affinage.errors import UserError
 
 _CONVERSATION = (

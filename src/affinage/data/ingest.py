@@ -13,10 +13,9 @@ from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, saf
 from affinage.data.documents import DocumentWriter, Stats, document_files
 from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
 from affinage.data.files import DamagedFile, Part, SourceFile, compression_of, find
-from affinage.data.hub_datasets import at_commit, parts_of
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_on_hub, is_remote, located, unique
-from affinage.data.readers import UNKNOWN_KIND, BadRecord, Record, read_records
+from affinage.data.readers import UNKNOWN_KIND, BadRecord, Record, at_commit, parts_of, read_records
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError
 

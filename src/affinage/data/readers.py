@@ -1,19 +1,26 @@
-"""Reads the records of one file, whatever its kind and compression; those that cannot be used come with the reason."""
+"""Reads the records of one file, whatever its kind and compression, or of one part of a dataset.
+
+Records that cannot be used come with the reason.
+"""
 
 import contextlib
 import json
 import re
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import CHUNK_BYTES, DamagedFile, Part, SourceFile, open_plain, open_stored, reports_damage
+from affinage.data.files import DamagedFile, DatasetPart, Part, SourceFile, open_plain, open_stored, reports_damage
 from affinage.data.json_files import encodable
-from affinage.errors import UserError, plain
+from affinage.data.places import is_on_hub, limit_requests, refusal
+from affinage.errors import UserError, first_line, is_of_network, plain
 
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
 UNKNOWN_KIND = "unknown kind of file"
@@ -53,7 +60,6 @@ def read_records(part: Part, settings: SourceSettings) -> Records:
     `<file>@<byte>` for the lines of a file that is read in parts. Books come in several records.
     Raises DamagedFile where the file as a whole cannot be read on, UserError where a table has no column of text.
     """
-    from affinage.data.hub_datasets import stream
     from affinage.data.wikipedia import read_dump
 
     readers: dict[str, Callable[[Any, SourceSettings], Records]] = {
@@ -62,7 +68,7 @@ def read_records(part: Part, settings: SourceSettings) -> Records:
         "table": _read_table,
         "warc": _read_warc,
         "dump": read_dump,
-        "dataset": stream,
+        "dataset": _read_dataset,
         "": lambda file, settings: iter([BadRecord(file.name, UNKNOWN_KIND, "")]),
     }
     with reports_damage():
@@ -76,11 +82,8 @@ def read_records(part: Part, settings: SourceSettings) -> Records:
 # ---- records of objects and rows ----
 
 
-def needed_columns(settings: SourceSettings, names: list[str], where: str = "") -> list[str]:
-    """Those of the columns of a table that may be read for a record of this source.
-
-    Raises UserError if the column of text is not among them.
-    """
+def _needed_columns(settings: SourceSettings, names: list[str], where: str = "") -> list[str]:
+    """Those columns of a table that may be read for a record; a UserError if that of the text is not among them."""
     if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
         fix = "Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}]."
         what = f"it has no column {settings.text_key!r}; it has {', '.join(names)}"
@@ -91,23 +94,21 @@ def needed_columns(settings: SourceSettings, names: list[str], where: str = "") 
     return [name for name in names if name in needed]
 
 
-def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -> Record | BadRecord:
+def _record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -> Record | BadRecord:
     """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
-    text = _look_up(fields, settings.text_key)
+    text, key, url = _look_up(fields, settings.text_key), settings.text_key, settings.url_key
     if text is _ABSENT:
         names = encodable(", ".join(map(str, fields)))
-        return BadRecord(place, "no text key", f"no {settings.text_key!r} among {names}: set `text_key` of the source")
+        return BadRecord(place, "no text key", f"no {key!r} among {names}: set `text_key` of the source")
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     except UnicodeDecodeError as error:
         return _not_utf8(place, error)
     if not isinstance(text, str):
-        detail = f"{settings.text_key!r} is {type(text).__name__}"
-        return BadRecord(place, "text is not a string", detail, str(text)[:200])
+        return BadRecord(place, "text is not a string", f"{key!r} is {type(text).__name__}", str(text)[:200])
     if not text.strip():
-        return BadRecord(place, "empty", f"{settings.text_key!r} is empty")
-    whole, url = encodable(text), settings.url_key
-    values = {key: _word(fields, key) for key in _FIELD.findall(url) or [url]}
+        return BadRecord(place, "empty", f"{key!r} is empty")
+    whole, values = encodable(text), {key: _word(fields, key) for key in _FIELD.findall(url) or [url]}
     return Record(
         id=_word(fields, settings.id_key) or place,
         text=whole,
@@ -187,7 +188,7 @@ def _parts_of_book(book: Record) -> Records:
         position, begin = position + 1, stop
 
 
-# ---- kinds of files ----
+# ---- text, lines and tables ----
 
 
 def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
@@ -209,58 +210,45 @@ def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
 
 
 def _read_lines(file: SourceFile, settings: SourceSettings) -> Records:
-    limit = MAX_RECORD_BYTES
     with open_plain(file) as stream:
-        position = max(0, file.start - 1)
-        if position:  # a line belongs to the part that its first byte is in
+        number, position, inside = 0, max(0, file.start - 1), file.start > 0  # inside a line that is passed over
+        if inside:  # a line belongs to the part that its first byte is in
             stream.seek(position)
-            position += _skip_line(stream)
-        number = 0
-        while (file.stop is None or position < file.stop) and (line := stream.readline(limit)):
-            number += 1
+        while (inside or file.stop is None or position < file.stop) and (line := stream.readline(MAX_RECORD_BYTES)):
+            begins, inside = not inside, len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n")
+            number += begins
             place = f"{file.name}#{number}" if file.stop is None else f"{file.name}@{position}"
             position += len(line)
-            if len(line) == limit and not line.endswith(b"\n"):
-                position += _skip_line(stream)
-                yield BadRecord(place, "too large", f"a line over {limit / 1e6:.0f} MB")
-            elif not line.isspace():
-                glimpse = line[:140].decode("utf-8", "replace")
-                try:
-                    fields = json.loads(line.decode("utf-8-sig"))
-                except UnicodeDecodeError as error:
-                    yield _not_utf8(place, error)
-                except (ValueError, RecursionError) as error:
-                    yield BadRecord(place, "not JSON", getattr(error, "msg", str(error)), glimpse)
-                else:
-                    if isinstance(fields, dict):
-                        yield record_of(fields, place, settings)
-                    else:
-                        yield BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
+            if begins and inside:
+                yield BadRecord(place, "too large", f"a line over {MAX_RECORD_BYTES / 1e6:.0f} MB")
+            elif begins and not line.isspace():
+                yield _parse_line(line, place, settings)
 
 
-def _skip_line(stream: Any) -> int:
-    """Read to the end of the line without holding it; returns the bytes of it."""
-    size = 0
-    while rest := stream.readline(CHUNK_BYTES):
-        size += len(rest)
-        if rest.endswith(b"\n"):
-            break
-    return size
+def _parse_line(line: bytes, place: str, settings: SourceSettings) -> Record | BadRecord:
+    glimpse = line[:140].decode("utf-8", "replace")
+    try:
+        fields = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return _not_utf8(place, error)
+    except (ValueError, RecursionError) as error:
+        return BadRecord(place, "not JSON", getattr(error, "msg", str(error)), glimpse)
+    if not isinstance(fields, dict):
+        return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
+    return _record_of(fields, place, settings)
 
 
 def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
     with open_stored(file) as raw:
         table, number = pq.ParquetFile(raw), 0
-        columns = needed_columns(settings, table.schema_arrow.names, file.url.removeprefix("file://"))
+        columns = _needed_columns(settings, table.schema_arrow.names, file.url.removeprefix("file://"))
         for group in range(table.num_row_groups):
             metadata = table.metadata.row_group(group)
             if file.stop is None or file.start <= metadata.column(0).data_page_offset < file.stop:
-                for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
-                    for offset, row in enumerate(batch.to_pylist(), number + 1):
-                        yield record_of(row, f"{file.name}#{offset}", settings)
-                    number += batch.num_rows
-            else:
-                number += metadata.num_rows
+                rows = table.iter_batches(batch_size=256, row_groups=[group], columns=columns)
+                for offset, row in enumerate((row for batch in rows for row in batch.to_pylist()), number + 1):
+                    yield _record_of(row, f"{file.name}#{offset}", settings)
+            number += metadata.num_rows
 
 
 # ---- web archives ----
@@ -317,3 +305,83 @@ def _read_entry(entry: Any, place: str) -> Record | BadRecord:
                 break
         text = str(extract_plain_text(text, main_content=True, alt_texts=False, list_bullets=False))
     return Record(id, encodable(text), url=url) if text.strip() else BadRecord(id, "empty", f"no text in {url}")
+
+
+# ---- datasets of the Hub, or of a folder that `datasets` reads ----
+
+
+def at_commit(source: SourceSettings, where: str) -> SourceSettings:
+    """The settings with the commit that the dataset is at now as its revision, so that all of it is read at that one.
+
+    Raises UserError if there is no such dataset or revision or it is gated, and TransientError if the Hub cannot be
+    reached.
+    """
+    from huggingface_hub import HfApi
+
+    limit_requests()
+    try:
+        api = HfApi()
+        info = api.dataset_info(source.dataset, revision=source.revision or None, timeout=15.0)
+        api.auth_check(source.dataset, repo_type="dataset")  # a gated one shows its card to everybody
+    except Exception as error:  # of the Hub, and whatever a network or a proxy can come up with
+        raise refusal(error, "dataset", source.dataset, revision=source.revision, where=where) from None
+    return source.model_copy(update={"revision": info.sha or source.revision})
+
+
+def parts_of(source: SourceSettings, where: str, *, of_text: bool) -> list[DatasetPart]:
+    """A dataset, that of the Hub as `at_commit` returns it, in as many parts as it has files.
+
+    Raises UserError if it cannot be opened or, with `of_text`, has no column of text.
+    """
+    try:
+        parts = max(1, _opened(source, of_text).num_shards)
+    except Exception as error:
+        if is_of_network(error):
+            raise refusal(error, "dataset", source.dataset, revision=source.revision, where=where) from None
+        what, fix = f"cannot open the dataset {source.dataset!r}: {first_line(error)}", getattr(error, "fix", "")
+        raise UserError(what, where=where, fix=fix) from None
+    name = source.dataset if is_on_hub(source) else Path(source.dataset).name
+    names = [f"{name}/{index}-of-{parts}" for index in range(parts)] if parts > 1 else [name]
+    return [DatasetPart(name, index, parts) for index, name in enumerate(names)]
+
+
+def _read_dataset(part: DatasetPart, source: SourceSettings) -> Records:
+    for number, row in enumerate(rows_of(part, source, of_text=True), 1):
+        yield _record_of(row, f"{part.name}#{number}", source)
+
+
+def rows_of(part: DatasetPart, source: SourceSettings, *, of_text: bool = False) -> Iterator[dict[str, Any]]:
+    """The rows of one part of a dataset, with all columns, or those of which a document is made.
+
+    Raises DamagedFile where it cannot be read.
+    """
+    dataset = _opened(source, of_text)
+    try:
+        yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
+    except Exception as error:  # of `datasets`, pyarrow, the network
+        if is_of_network(error) and is_on_hub(source):  # what damage loses would be lost for good
+            raise refusal(error, "dataset", source.dataset, revision=source.revision, where=part.name) from None
+        raise DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {first_line(error)}") from None
+
+
+@lru_cache(maxsize=2)
+def _opened(source: SourceSettings, of_text: bool) -> Any:
+    """The streamed dataset of a source, with all columns, or those of which a document is made."""
+    import datasets
+
+    datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that nobody uses here
+    # A URL, for a folder here with the name that the Hub knows it by would be read in its place. An empty cache, for
+    # where the Hub fails, what somebody loaded earlier, of whatever commit, would be taken from it.
+    limit_requests()
+    with tempfile.TemporaryDirectory() as empty:
+        dataset = datasets.load_dataset(
+            f"hf://datasets/{source.dataset}" if is_on_hub(source) else source.dataset,
+            source.config or None,
+            data_dir=source.data_dir or None,
+            split=source.split,
+            revision=source.revision or None,
+            cache_dir=empty,
+            streaming=True,
+        )
+    names = dataset.column_names
+    return dataset.select_columns(_needed_columns(source, names)) if of_text and names else dataset
