@@ -171,8 +171,7 @@ def chat(quick: bool) -> Iterator[Result]:
 
     for form, turns in itertools.product(("llama3", "qwen2_5_training", "zephyr"), (1, 3, 30)):
         folder = folder_of("pieces" if form in PIECES else "bytes")
-        ours, theirs = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
-        ours.use_template(SOURCES[form])
+        ours, theirs = Tokenizer(folder, SOURCES[form]), PreTrainedTokenizerFast.from_pretrained(folder)
         talks = [[*map(message, ("user", "assistant") * turns)] for _ in range((20 if quick else 200) // turns + 1)]
         more = {"return_assistant_tokens_mask": True, "return_dict": True} if "training" in form else {}
         write = partial(theirs.apply_chat_template, chat_template=SOURCES[form], **more)

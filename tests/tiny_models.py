@@ -81,9 +81,7 @@ ZEPHYR = (
 
 def with_template(template: str | None, system_prompt: str) -> LoadedModel:
     """`tiny_llama`, talked to in a chat template of its own."""
-    own = Tokenizer(tokenizer().folder)  # the cached one stays as it is
-    own.use_template(template)
-    return replace(tiny_llama(), tokenizer=own, system_prompt=system_prompt)
+    return replace(tiny_llama(), tokenizer=Tokenizer(tokenizer().folder, template), system_prompt=system_prompt)
 
 
 @lru_cache

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.metadata import METADATA, checksums
-from affinage.checkpoint.store import COMMIT
+from affinage.checkpoint.store import COMMIT, METADATA, checksums
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
 from affinage.parallel import make_mesh
@@ -301,7 +300,7 @@ class Second(Processes):
         return [[1, ""], [2, ""]]
 
     def all_min(self, name: str, value: int, **_: Any) -> int:
-        return min(value, name != "restore of 2")
+        return min(value, name != "an array of 2")
 
 
 def test_processes_resume_from_one_step_though_another_one_cannot_read_the_newest(store: CheckpointStore, monkeypatch):

@@ -4,7 +4,7 @@ import json
 from contextlib import contextmanager
 from pathlib import Path
 
-from affinage.checkpoint.metadata import METADATA
+from affinage.checkpoint.store import METADATA
 from affinage.pipeline.models import resolve, results_folder
 from benchmark_fixtures import write_items
 from choice_task import sums, write_task

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import tiny
 from affinage.checkpoint import CheckpointStore
-from affinage.checkpoint.metadata import compare
+from affinage.checkpoint.store import compare
 from affinage.cluster.launch import WorkerGroup, cpu_devices, start_processes, supervise
 from affinage.cluster.processes import Processes, init_distributed
 from affinage.errors import EXIT_PREEMPTED, Preempted

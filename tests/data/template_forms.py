@@ -86,9 +86,7 @@ def folder_of(kind: str) -> Path:
 
 def with_template(source: str, kind: str = "bytes") -> Tokenizer:
     """Our tokenizer with any template."""
-    tokenizer = Tokenizer(folder_of(kind))
-    tokenizer.use_template(source)
-    return tokenizer
+    return Tokenizer(folder_of(kind), source)
 
 
 @cache

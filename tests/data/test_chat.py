@@ -1,6 +1,5 @@
 """Conversations in ChatML, against their text written as plainly as can be and against its Jinja template."""
 
-import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +9,7 @@ from template_forms import PIECES, PLAIN, ours, with_template
 
 from affinage.data.chat import ChatTemplate, chat_template, encode_conversation, encode_prompt
 from affinage.data.special_tokens import IM_END
+from affinage.data.tokenizer import Tokenizer
 from run_affinage import refused
 
 TALK = [
@@ -39,8 +39,7 @@ def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained
     assert said == [token for answer in answers for token in (*tokenizer.encode(answer), IM_END)]
     assert prompt == tokens[: len(prompt)] and trained[len(prompt) - 1 : len(prompt) + 1] == [False, True]
 
-    exported = copy.copy(tokenizer)  # an exported model has a template
-    exported.use_template(chat_template(system_prompt))
+    exported = Tokenizer(tokenizer.folder, chat_template(system_prompt))  # an exported model has a template
     assert exported.template.render(talk) == render(talk, system_prompt)
     assert encode_conversation(talk, exported, "") == found and encode_prompt(talk[:-1], exported, "") == prompt
 

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from affinage.config.training import SftSettings
-from affinage.data.conversations import check_source, open_source, parse_pair, read_lines
+from affinage.data.conversations import check_source, open_source, parse_pair, read_examples
 from affinage.errors import UserError
 from run_affinage import refused
 from source_forms import write_lines
@@ -25,9 +25,9 @@ SYSTEM = {"role": "system", "content": "x"}
 def read(place: Path | str, key: str = "path") -> Iterator[list[dict]]:
     """The messages of every conversation in files or a data set."""
     settings = SftSettings.model_validate({"steps": 1, "sources": [{key: str(place)}]})
-    _, source, parts = open_source(settings, 0)
+    source, parts = open_source(settings, 0)
     for part in parts:
-        for line in read_lines(part, source):
+        for line in read_examples(part, source):
             if isinstance(line, UserError):
                 raise line
             yield line.messages
@@ -98,7 +98,7 @@ def test_a_bad_line_is_refused_by_number(tmp_path: Path, line: str):
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps({"messages": TALK}) + "\n\n" + line + "\n")
     error = refused(lambda: list(read(path)))
-    assert error.where == f"{path}:3" and "line 1" not in str(error)
+    assert error.where == f"{path}#3" and "line 1" not in str(error)
 
 
 @pytest.mark.parametrize("name", ["none*.jsonl", "a.jsonl.gz", "b.jsonl", "c"])
@@ -136,10 +136,10 @@ PAIRS = [
 
 @pytest.mark.parametrize("item", PAIRS)
 def test_pairs_of_published_forms_are_read(item: dict):
-    pair = parse_pair(item, where="", name="")
+    pair = parse_pair(item, "")
     asked = {**QUESTION, "train": False}
     assert (pair.talks, pair.prompt) == ([[asked, ANSWER], [asked, WORSE]], 1)
-    pair = parse_pair(item | {"system": "x"}, where="", name="")
+    pair = parse_pair(item | {"system": "x"}, "")
     system = {**SYSTEM, "train": False}
     assert (pair.talks, pair.prompt) == ([[system, asked, ANSWER], [system, asked, WORSE]], 2)
 
@@ -150,4 +150,4 @@ def test_pairs_of_published_forms_are_read(item: dict):
     ids=str,
 )
 def test_a_line_that_is_no_pair_is_refused(rest: dict):
-    assert refused(parse_pair, {"chosen": "a"} | rest, where="pairs.jsonl:1", name="").where == "pairs.jsonl:1"
+    refused(parse_pair, {"chosen": "a"} | rest, "")

@@ -11,7 +11,7 @@ from test_conversations import BAD
 
 from affinage.config.data import DecontaminateSettings
 from affinage.config.training import DpoSettings, SftSettings
-from affinage.data import tuning_data
+from affinage.data import ingest
 from affinage.data.chat import encode_document, encode_prompt
 from affinage.data.dataloader import DataLoader, ValidationRows, make_batch
 from affinage.data.decontaminate import BenchmarkItem, write_items
@@ -95,7 +95,7 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
 
     rows = np.load(tmp_path / "rows/train/source-0/tokens-00000-of-00001.npy")
     for span in pq.read_table(tmp_path / "rows/train/source-0/documents-00000-of-00001.parquet").to_pylist():
-        tokens, _ = encode_document(talks[int(span["id"].rpartition(":")[2]) - 1], tokenizer, "")
+        tokens, _ = encode_document(talks[int(span["id"].rpartition("#")[2]) - 1], tokenizer, "")
         assert rows[span["row"], span["start"] : span["stop"]].tolist() == tokens
 
 
@@ -113,8 +113,8 @@ def test_samples_and_limits_are_drawn_by_content_whatever_the_order_and_the_task
     paths = [write_lines(tmp_path / name, [{"messages": talk} for talk in some]) for name, some in
              (("a.jsonl", talks), ("b.jsonl", talks[::-1]))]  # fmt: skip
     found = []
-    for path, size in ((paths[0], tuning_data.TASK_BYTES), (paths[1], tuning_data.TASK_BYTES), (paths[0], 2_000)):
-        monkeypatch.setattr(tuning_data, "TASK_BYTES", size)
+    for path, size in ((paths[0], ingest.TASK_BYTES), (paths[1], ingest.TASK_BYTES), (paths[0], 2_000)):
+        monkeypatch.setattr(ingest, "TASK_BYTES", size)
         sources = {"path": str(path), "name": "all"}, {"path": str(path), "max_examples": 40, "name": "some"}
         summary = prepare(tmp_path, bpe, *sources, sample=0.8)
         parts = [sorted(documents_in(path)) for path in sorted((tmp_path / "rows/train").iterdir())]
@@ -153,7 +153,7 @@ def test_conversations_with_nothing_to_train_are_left_out_and_must_not_be_all(bp
 
 def test_bad_lines_stop_or_are_counted_with_the_first_reason(bpe: Tokenizer, tmp_path: Path):
     refused(prepare, tmp_path, bpe, [ask("Why?", "x"), *BAD])
-    with pytest.warns(UserWarned, match=r"source-0.jsonl:2"):
+    with pytest.warns(UserWarned, match=r"source-0.jsonl#2"):
         summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *BAD], on_error="skip")
     assert summary["bad"] == len(BAD) and summary["train"]["conversations"] == 1
     mistake = refused(prepare, tmp_path, bpe, BAD, on_error="skip")

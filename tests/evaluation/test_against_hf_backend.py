@@ -154,7 +154,7 @@ def test_chat_prompts_are_encoded_as_in_training_whatever_they_spell(own: str | 
 
 def test_a_continuation_that_merges_into_the_context_is_still_scored():
     model = tiny_llama()
-    whole = next(t for t in range(300, 420) if len(model.tokenizer.id_to_piece(t)) == 2)
+    whole = next(t for t in range(300, 420) if len(model.tokenizer.pieces[t]) == 2)
     context, continuation = model.tokenizer.decode([whole])
     assert len(model.tokenizer.encode(context + continuation)) == 1
     (result,) = JaxLM(model).loglikelihood([Instance("loglikelihood", {}, (context, continuation), 0)])

@@ -17,7 +17,7 @@ import run_affinage
 import tiny
 import tiny_run
 from affinage.checkpoint import CheckpointStore
-from affinage.checkpoint.remote import RemoteFolder, download_newest
+from affinage.checkpoint.remote import RemoteFolder, download
 from affinage.checkpoint.store import COMMIT
 from affinage.cluster.launch import cpu_devices, reserved_port
 from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
@@ -69,7 +69,7 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     assert [summary["resumed_at"] for summary in found] == [[], [15]]
     curves = [tiny.curve(runs / "tiny/pretrain") for runs in (first, second)]
     assert curves[0] == curves[1] and curves[0][-1]["step"] == 20
-    assert download_newest(f"{url}/{marks[0].partition('/')[0]}", tmp_path / "copy", print) == [20, 15]
+    assert download(f"{url}/{marks[0].partition('/')[0]}", tmp_path / "copy", print) == [20, 15]
 
     remote = RemoteFolder(url)
     kept = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

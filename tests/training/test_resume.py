@@ -15,7 +15,7 @@ import yaml
 
 import tiny
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.metadata import IDENTITY, check_compatible
+from affinage.checkpoint.store import IDENTITY, check_compatible
 from affinage.config.training import SftSettings
 from affinage.errors import Preempted
 from affinage.parallel import make_mesh

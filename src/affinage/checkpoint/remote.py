@@ -4,27 +4,24 @@ To `gs://` Orbax writes the steps itself, and only what is beside them is copied
 """
 
 import contextlib
+import math
 import os
 import queue
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
-from affinage.checkpoint.metadata import METADATA
-from affinage.checkpoint.store import CHECKPOINTS, COMMIT, CheckpointStore, kept_steps
+from affinage.checkpoint.store import CHECKPOINTS, COMMIT, METADATA, CheckpointStore, kept_steps
 from affinage.data.token_shards import errors_at, is_local, upload
 from affinage.errors import UserError, first_line
 from affinage.results import MANIFEST, read_json_lines
 
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
-_COPIED_BACK = 2  # of the newest steps: the one before is there if the newest turns out to be corrupted
-_PROBE = ".affinage"
 _NOT_BESIDE = frozenset({"profile", "request.json", MANIFEST, CHECKPOINTS})  # of this machine or start; the steps
 
 
@@ -41,46 +38,44 @@ class RemoteFolder:
 
     def sizes(self) -> dict[str, int]:
         """All files below, with their length in bytes; none if there is no such folder."""
-        with self._failing("list", ""):
-            files, prefix = self._filesystem.find(self._root, detail=True), f"{self._root}/"
-            names = {path.removeprefix(prefix): int(facts["size"] or 0) for path, facts in sorted(files.items())}
-            return {name: size for name, size in names.items() if is_inside(name)}
+        with self._failing("list") as root:
+            files = {path.removeprefix(root): facts for path, facts in self._filesystem.find(root, detail=True).items()}
+        return {name: int(facts["size"] or 0) for name, facts in sorted(files.items()) if is_inside(name)}
 
     def read(self, name: str) -> bytes | None:
         """A small file; None if it is not there."""
-        with self._failing("read", name), contextlib.suppress(FileNotFoundError):
-            return bytes(self._filesystem.cat_file(f"{self._root}/{name}"))
+        with self._failing("read", name) as path, contextlib.suppress(FileNotFoundError):
+            return bytes(self._filesystem.cat_file(path))
         return None
 
     def write(self, name: str, contents: bytes) -> None:
         """Write a file of these bytes."""
-        with self._failing("write", name):
-            upload(self._filesystem, f"{self._root}/{name}", contents)
+        with self._failing("write", name) as path:
+            upload(self._filesystem, path, contents)
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file there. Raises FileNotFoundError if it is gone here."""
         if file.stat().st_size <= _WHOLE_BYTES:
             self.write(name, file.read_bytes())
         else:
-            with self._failing("write", name):
-                self._filesystem.put_file(str(file), f"{self._root}/{name}")
+            with self._failing("write", name) as path:
+                self._filesystem.put_file(str(file), path)
 
     def get(self, name: str, file: Path) -> None:
         """Copy a file from there; its folder is made."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with self._failing("read", name):
-            self._filesystem.get_file(f"{self._root}/{name}", str(file))
+        with self._failing("read", name) as path:
+            self._filesystem.get([path], [str(file)])
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, the marks of what is complete first; those that are not there are no mistake."""
         for name in sorted(names, key=lambda name: not name.endswith((COMMIT, MANIFEST))):
-            with self._failing("remove", name), contextlib.suppress(FileNotFoundError):
-                self._filesystem.rm_file(f"{self._root}/{name}")
+            with self._failing("remove", name) as path, contextlib.suppress(FileNotFoundError):
+                self._filesystem.rm_file(path)
 
     @contextlib.contextmanager
-    def _failing(self, verb: str, name: str) -> Iterator[None]:
+    def _failing(self, verb: str, name: str = "") -> Iterator[str]:
         try:
-            yield
+            yield f"{self._root}/{name}"
         except Exception as error:  # each library has its own
             what = f"cannot {verb} this: {type(error).__name__}: {first_line(error)}"
             fix = "Is there a network, and may you read and write there? `--set runtime.remote=null` makes no copy."
@@ -98,7 +93,7 @@ class Uploader:
         self.url, self.say = url, lambda line: print(line, flush=True)
         self._remote, self._folder = RemoteFolder(url), folder
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._sent: dict[str, Any] = {}  # file -> its length and time of change, step -> its metadata, when copied
+        self._sent: dict[str, tuple[int, int]] = {}  # file beside the steps -> length and time of change, when copied
         self._copying: set[int] = set()
         self._requests: queue.Queue[None] = queue.Queue()
         self._failure = ""  # of the last attempt
@@ -106,8 +101,8 @@ class Uploader:
 
     def start(self) -> None:
         """Copy what is here. Raises UserError if the place cannot be written to."""
-        self._remote.write(_PROBE, b"affinage")
-        self._remote.remove([_PROBE])
+        self._remote.write(".affinage", b"affinage")
+        self._remote.remove([".affinage"])
         self.saved()
 
     def saved(self) -> set[int]:
@@ -118,15 +113,14 @@ class Uploader:
             self._thread.start()
         return self._copying
 
-    def settle(self, seconds_left: Callable[[], float | None] = lambda: None) -> str:
-        """Wait until everything is there, or an attempt has failed; returns "", or why not everything is there.
+    def settle(self, seconds_left: Callable[[], float] = lambda: math.inf) -> str:
+        """Wait until everything is there, or an attempt has failed, or `seconds_left()`, which is polled, is 0 or less.
 
-        `seconds_left` is called several times a second and returns how long to wait; None: as long as it takes.
+        Returns "", or why not everything is there.
         """
         self.saved()
         while self._requests.unfinished_tasks:
-            left = seconds_left()
-            if left is not None and left <= 0:
+            if seconds_left() <= 0:
                 return "there was no time for it"
             time.sleep(0.05)
         return self._failure
@@ -147,53 +141,49 @@ class Uploader:
         steps = self._folder / CHECKPOINTS
         self._copying = kept_steps(CheckpointStore(steps).steps(), 1, self._keep_every)
         # First what is beside the steps: whoever takes one of them from there finds the metrics up to it.
-        for name in _files_in(self._folder):
-            if name.partition("/")[0] not in _NOT_BESIDE:
-                with contextlib.suppress(FileNotFoundError):  # it has vanished
-                    facts = (self._folder / name).stat()
-                    if self._sent.get(name) != (facts.st_size, facts.st_mtime_ns):
-                        self._remote.put(self._folder / name, name)
-                        self._sent[name] = facts.st_size, facts.st_mtime_ns
+        for name in _files_in(self._folder, _NOT_BESIDE):
+            with contextlib.suppress(FileNotFoundError):  # it has vanished
+                facts = (self._folder / name).stat()
+                if self._sent.get(name) != (facts.st_size, facts.st_mtime_ns):
+                    self._remote.put(self._folder / name, name)
+                    self._sent[name] = facts.st_size, facts.st_mtime_ns
+        files_of, complete = _steps_in(self._remote.sizes())
         for step in sorted(self._copying, reverse=True):
-            there = f"{CHECKPOINTS}/{step}"
             with contextlib.suppress(FileNotFoundError):  # a corrupted step, which is saved again
-                metadata = (steps / str(step) / METADATA).read_bytes()
-                if self._sent.get(there) == metadata:
-                    continue
                 # An earlier start may have copied it, or another state of this step.
-                if self._remote.read(f"{there}/{METADATA}") != metadata or not self._remote.read(f"{there}/{COMMIT}"):
-                    self._remote.remove([f"{there}/{COMMIT}"])
+                metadata, there = (steps / str(step) / METADATA).read_bytes(), f"{CHECKPOINTS}/{step}"
+                if step not in complete or self._remote.read(f"{there}/{METADATA}") != metadata:
+                    self._remote.remove(files_of.pop(step, ()))
                     for name in _files_in(steps / str(step)):
                         self._remote.put(steps / str(step) / name, f"{there}/{name}")
-                self._sent[there] = metadata
-        if self._copying:
-            files_of, complete = _steps_in(self._remote.sizes())
-            complete = [step for step in complete if step <= max(self._copying)]
-            for step in files_of.keys() - kept_steps(complete, self._keep_last, self._keep_every):
+                complete.add(step)
+        if here := sorted(step for step in complete if step <= max(self._copying, default=-1)):
+            for step in files_of.keys() - kept_steps(here, self._keep_last, self._keep_every):
                 self._remote.remove(files_of[step])
-                self._sent.pop(f"{CHECKPOINTS}/{step}", None)
 
 
-def _files_in(folder: Path) -> list[str]:
+def _files_in(folder: Path, without: Iterable[str] = ()) -> list[str]:
     """The paths of all files below a folder, relative to it, marks of completion last."""
     paths = [Path(top, name).relative_to(folder) for top, _, names in os.walk(folder) for name in names]
-    return sorted((path.as_posix() for path in paths), key=lambda name: name.endswith(COMMIT))
+    names = (path.as_posix() for path in paths if path.parts[0] not in without)
+    return sorted(names, key=lambda name: name.endswith(COMMIT))
 
 
-def _steps_in(names: Iterable[str]) -> tuple[dict[int, list[str]], list[int]]:
-    """{step: its files} of the checkpoints among the files of a training at a URL, and the complete steps in order."""
+def _steps_in(names: Iterable[str]) -> tuple[dict[int, list[str]], set[int]]:
+    """{step: its files} of the checkpoints among the files of a training at a URL, and the complete steps."""
     steps: dict[int, list[str]] = {}
     for name in names:
         if match := re.match(rf"{CHECKPOINTS}/(\d+)/", name):
             steps.setdefault(int(match[1]), []).append(name)
-    return steps, [step for step in sorted(steps) if f"{CHECKPOINTS}/{step}/{COMMIT}" in steps[step]]
+    return steps, {step for step, files in steps.items() if f"{CHECKPOINTS}/{step}/{COMMIT}" in files}
 
 
-def download_newest(url: str, folder: Path, say: Callable[[str], None], *, steps: bool = True) -> list[int]:
-    """Copy a training from a URL into a folder: its two newest `steps`, as far as they are newer than those here, and
-    of the files beside them those that are not here, or are longer there and of a training that is further there.
+def download(url: str, folder: Path, say: Callable[[str], None], *, newest: int | None = 2) -> list[int]:
+    """Copy a training from a URL into a folder; returns the steps that were copied, newest first.
 
-    Returns the steps that were copied, newest first. Raises UserError if the place cannot be reached.
+    Of the `newest` steps, or all for None, those come that are newer than what is here: two, in case the newest turns
+    out to be corrupted. Of the files beside them those come that are not here, or are longer there and of a training
+    that is further there. Raises UserError if the place cannot be reached.
     """
     remote, here = RemoteFolder(url), max(CheckpointStore(folder / CHECKPOINTS).steps(), default=-1)
     sizes = remote.sizes()
@@ -206,7 +196,7 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None], *, steps
         wanted = not file.exists() or (is_behind and size > file.stat().st_size)
         if wanted and name.partition("/")[0] not in _NOT_BESIDE:
             remote.get(name, file)
-    copied = [step for step in reversed(complete) if step > here][:_COPIED_BACK] if steps else []
+    copied = sorted((step for step in complete if step > here), reverse=True)[:newest]
     for step in copied:
         say(f"copying step {step:,} from {url}")
         shutil.rmtree(folder / CHECKPOINTS / str(step), ignore_errors=True)
@@ -215,16 +205,6 @@ def download_newest(url: str, folder: Path, say: Callable[[str], None], *, steps
     return copied
 
 
-def download(url: str, folder: Path, names: Collection[str]) -> None:
-    """Copy the files and folders of these names of a training at a URL."""
-    remote = RemoteFolder(url)
-    for name in remote.sizes():
-        if name.partition("/")[0] in names:
-            remote.get(name, folder / name)
-
-
-def is_inside(name: object) -> bool:
+def is_inside(name: str) -> bool:
     """Whether a name that somebody else wrote is of a file below a folder, and leads nowhere else."""
-    if not isinstance(name, str) or "\\" in name or "\0" in name:
-        return False
-    return not {"", ".", ".."} & {*name.split("/")}
+    return "\\" not in name and "\0" not in name and not {"", ".", ".."} & {*name.split("/")}

@@ -54,7 +54,7 @@ def diff(
     Example: affinage checkpoint diff quickstart/pretrain@1800 quickstart/pretrain@1900
     """
     chosen = [_steps(name, runs) for name in (one, other)]
-    from affinage.checkpoint.metadata import compare
+    from affinage.checkpoint.store import compare
 
     emit(compare(*(store.metadata(steps[-1]) for store, steps in chosen)), as_json)
 

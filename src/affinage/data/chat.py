@@ -5,7 +5,6 @@ differences: the text of a message never becomes a control token, and there is n
 shards must be the same tomorrow.
 """
 
-import itertools
 import json
 import os
 import re
@@ -32,11 +31,12 @@ Written = tuple[str, list[Span]]  # a text, and the parts of it that are trained
 ROLES = ("system", "user", "assistant")
 REASONING = "reasoning_content"  # of a message: the thoughts before its content
 _WHERE = "chat_template"  # the setting that messages name
-_PROBE = "Zq7"  # a text that no template has of itself
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
 _START, _END = CONTROL_PIECES[IM_START], CONTROL_PIECES[IM_END]
 _RENDERING = threading.Lock()  # transformers' tracker of generation blocks serves one rendering at a time
 _NO_CLOCK = "{% set strftime_now = no_clock %}"  # which is undefined
+_PROBES = [f"{number}Zq7{number}" for number in range(6)]  # texts that no template has of itself
+_PROBE: list[Message] = [{"role": ROLES[1 + n % 2], "content": content} for n, content in enumerate(_PROBES)]
 
 _REFUSED = (
     "Leave such conversations out with `on_error: skip`; for a template without system messages set "
@@ -57,7 +57,9 @@ class ChatTemplate:
         self.source, self.tokenizer = source, tokenizer
         self.marks_answers = _GENERATION.search(source) is not None
         self._rendered_source = _NO_CLOCK + source if "strftime_now" in source else source
-        self._try(_talk("?"))
+        self._probe = self._try(_PROBE)
+        # The text by which the model is asked for an answer may end in a space, which may join the answer.
+        self.prompt_ends_in_space = self._try(_PROBE[:1], add_generation_prompt=True).endswith(" ")
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return the conversation as text. Raises UserError for one that the template refuses."""
@@ -95,33 +97,9 @@ class ChatTemplate:
             return ""
 
     @cached_property
-    def prompt_ends_in_space(self) -> bool:
-        """Whether the text by which the model is asked for an answer ends in a space, which may join the answer."""
-        return self._try(_talk("?"), add_generation_prompt=True).endswith(" ")
-
-    @cached_property
-    def seams(self) -> tuple[str, str, str, str, str] | None:
-        """What is written between a question and its answer, after an answer before a question, and after the last one.
-
-        Also what of this is trained: before and after the content of an answer. None where turns differ, or where one
-        is written differently once another follows.
-        """
-        talk = _talk(*(f"{number}{_PROBE}{number}" for number in range(6)))
-        text, contents = self._try(talk), [message["content"] for message in talk]
-        try:
-            spans = _answers_by_prefixes(self, talk, (1, 3, 5), text)
-        except UserError:
-            return None
-        parts = re.split("|".join(contents), text)
-        if len(parts) != 7 or len(spans) != 3 or len({*parts[1:6:2]}) > 1 or parts[2] != parts[4]:
-            return None
-        around = {text[slice(*span)].partition(content)[::2] for span, content in zip(spans, contents[1::2])}
-        return (parts[1], parts[2], parts[6], *around.pop()) if len(around) == 1 else None
-
-    @cached_property
     def ends(self) -> tuple[int, ...]:
         """The control token that ends an answer; nothing where the template has none."""
-        _, written, after = self._try(_talk("?", _PROBE)).rpartition(_PROBE)
+        _, written, after = self._probe.rpartition(_PROBES[-1])
         controls = set(self.tokenizer.controls.values())
         return tuple(id_ for id_ in self.tokenizer.encode_rendered(after)[0] if written and id_ in controls)[:1]
 
@@ -131,9 +109,8 @@ class ChatTemplate:
 
         Raises UserError if the vocabulary has no control token but those that the template writes.
         """
-        tokenizer, talk = self.tokenizer, _talk("?", "!", "?", "!")
-        thoughtful = [{**message, REASONING: "?"} if number % 2 else message for number, message in enumerate(talk)]
-        written = {id_ for each in (talk, thoughtful) for id_ in tokenizer.encode_rendered(self.render(each))[0]}
+        tokenizer, thoughtful = self.tokenizer, [{**message, REASONING: "?"} for message in _PROBE]
+        written = {id_ for each in (_PROBE, thoughtful) for id_, *_ in tokenizer.control_spans(self.render(each))}
         likely = (tokenizer.marks.end, tokenizer.pad, *tokenizer.controls.values())
         end = next((id_ for id_ in likely if id_ is not None and id_ not in written), None)
         if end is None:
@@ -141,28 +118,125 @@ class ChatTemplate:
             raise UserError("the vocabulary has no token that could stand between conversations", where=_WHERE, fix=fix)
         return Marks(None, end, end if tokenizer.pad is None or tokenizer.pad in written else tokenizer.pad)
 
+    # ---- answers ----
 
-def _talk(*contents: str) -> list[Message]:
-    return [{"role": ROLES[1 + number % 2], "content": content} for number, content in enumerate(contents)]
+    def write(self, messages: Sequence[Message]) -> Written:
+        """Return the conversation as text, and the parts of it that are the answers to train.
+
+        Those are its {% generation %} blocks if the template has such. Otherwise an answer is what is added to the text
+        by which the model is asked for it, with the token that ends the turn; one that the template writes differently
+        once another turn follows, as most do with reasoning, is not trained.
+        """
+        text, blocks = self.render_blocks(messages)
+        trained = [number for number, message in enumerate(messages) if is_trained(message)]
+        if self.marks_answers:
+            return text, self._answers_in_blocks(messages, trained, text, blocks)
+        spans = self._answers_of_like_turns(messages, trained, text)
+        return text, self._answers_by_prefixes(messages, trained, text) if spans is None else spans
+
+    def _answers_in_blocks(
+        self, messages: Sequence[Message], trained: Sequence[int], text: str, blocks: Sequence[Span]
+    ) -> list[Span]:
+        spans: list[Span] = []
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        edges = [begin for begin, _ in blocks]
+        if len(blocks) != len(answers):  # several for an answer, or one for the end of the text
+            before = (self.render(messages[:number]) if number else "" for number in answers)
+            edges = [len(os.path.commonprefix([prefix, text])) for prefix in before]  # noqa: RUF071 (characters)
+        for number, begin, end in zip(answers, edges, [*edges[1:], len(text) + 1], strict=True):
+            if number in trained:
+                own = [block for block in blocks if begin <= block[0] < end]
+                _check_written(messages, number, "".join(text[start:stop] for start, stop in own))
+                spans += own
+        return spans
+
+    @cached_property
+    def seams(self) -> tuple[str, str, str, str, str] | None:
+        """What is written between a question and its answer, after an answer before a question, and after the last one.
+
+        Also what of this is trained: before and after the content of an answer. None where turns differ, or where one
+        is written differently once another follows.
+        """
+        try:
+            spans = self._answers_by_prefixes(_PROBE, (1, 3, 5), self._probe)
+        except UserError:
+            return None
+        parts = re.split("|".join(_PROBES), self._probe)
+        if len(parts) != 7 or len(spans) != 3 or len({*parts[1:6:2]}) > 1 or parts[2] != parts[4]:
+            return None
+        around = {self._probe[slice(*span)].partition(probe)[::2] for span, probe in zip(spans, _PROBES[1::2])}
+        return (parts[1], parts[2], parts[6], *around.pop()) if len(around) == 1 else None
+
+    def _answers_of_like_turns(
+        self, messages: Sequence[Message], trained: Sequence[int], text: str
+    ) -> list[Span] | None:
+        """Return the answers in linear time; None unless the text ends in turns of one form."""
+        first = int(messages[0]["role"] == "system")
+        alternate = [message["role"] for message in messages[first:]] == ["user", "assistant"] * (len(messages) // 2)
+        thoughtful = any(REASONING in message or "think>" in message["content"] for message in messages)
+        if thoughtful or not alternate or not self.seams:
+            return None
+        between, after, seam, opening, closing = self.seams
+        spans: list[Span] = []
+        place = len(text)
+        for number in range(len(messages) - 1, first - 1, -1):
+            content, end = messages[number]["content"], place - len(seam)
+            if not text.endswith(content + seam, 0, place):
+                content = content.strip()  # as some templates do
+            if not text.endswith(content + seam, 0, place):
+                return None
+            place = end - len(content)
+            if number in trained:
+                spans.insert(0, (place - len(opening), end + len(closing)))
+            seam = between if messages[number]["role"] == "assistant" else after
+        return spans
+
+    def _answers_by_prefixes(self, messages: Sequence[Message], trained: Sequence[int], text: str) -> list[Span]:
+        """Return the answers of a conversation, which is rendered up to each of them and after it."""
+        spans: list[Span] = []
+        for number in trained:
+            prompt = self.render(messages[:number], add_generation_prompt=True)
+            whole = text if number + 1 == len(messages) else self.render(messages[: number + 1])
+            if not whole.startswith(prompt):
+                what = f"the chat template asks for message {number + 1} with another text than it writes before it"
+                raise UserError(f"{what}: what the model would have said is a guess", where=_WHERE, fix=_MARK)
+            end = len(prompt) + self._turn_end(whole[len(prompt) :])
+            _check_written(messages, number, whole[len(prompt) : end])
+            spans += [(len(prompt), end)] if text.startswith(whole[:end]) else []
+        return spans
+
+    def _turn_end(self, answer: str) -> int:
+        """Where a turn ends: after the first group of control tokens that only others and white space follow."""
+        end = rest = len(answer)
+        for _, start, stop in reversed(self.tokenizer.control_spans(answer)):
+            if answer[stop:rest].strip():
+                break
+            end, rest = end if stop == rest else stop, start
+        return end
+
+
+def _check_written(messages: Sequence[Message], number: int, answer: str) -> None:
+    if not all(word in answer for word in messages[number]["content"].split()[-1:]):
+        fix = "Some want messages that are lists of texts and pictures; take one for texts."
+        raise UserError(f"the chat template does not write what message {number + 1} says", where=_WHERE, fix=fix)
 
 
 # ---- conversations ----
 
 
-def check_messages(messages: Sequence[Message], *, where: str = "") -> None:
+def check_messages(messages: Sequence[Message]) -> None:
     """Raise UserError unless every message has a known role and text, and only the first one is a system message."""
     if not messages:
-        raise UserError("a conversation without messages", where=where)
+        raise UserError("a conversation without messages")
     for number, message in enumerate(messages, 1):
         role = message.get("role")
         if role not in ROLES:
-            fix = f"Roles are {', '.join(ROLES)}."
-            raise UserError(f"message {number} has the role {role!r}", where=where, fix=fix)
+            raise UserError(f"message {number} has the role {role!r}", fix=f"Roles are {', '.join(ROLES)}.")
         for name, text in (("content", message.get("content")), (REASONING, message.get(REASONING, ""))):
             if not isinstance(text, str):
-                raise UserError(f"the {name} of message {number} is not a text but {reprlib.repr(text)}", where=where)
+                raise UserError(f"the {name} of message {number} is not a text but {reprlib.repr(text)}")
         if role == "system" and number > 1:
-            raise UserError(f"message {number} is a system message", where=where, fix="Only the first one may be.")
+            raise UserError(f"message {number} is a system message", fix="Only the first one may be.")
 
 
 def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[Message]:
@@ -186,20 +260,35 @@ def guarded(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: 
     return safe
 
 
-def encode_conversation(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> Encoded:
+def encode_conversation(
+    messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, asks: bool = False
+) -> Encoded:
     """Return the tokens of a conversation, and which of them are trained on.
 
-    It is written in the tokenizer's template, where `_answers` finds what is trained. Or in ChatML: what a text begins
-    with (`<s>`) and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`; the assistant's content and the token
-    that ends it are trained. Those with `train: False` are not. ChatML has no place for reasoning.
+    It is written in the tokenizer's template, see `ChatTemplate.write`. Or in ChatML: what a text begins with (`<s>`)
+    and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`; the assistant's content and the token that ends it
+    are trained. Those with `train: False` are not. ChatML has no place for reasoning.
+    With `asks`, the text by which the model is asked for an answer follows, and nothing is trained.
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
-    safe = guarded(messages, tokenizer, system_prompt)
-    trained = [number for number, message in enumerate(safe) if is_trained(message)]
-    ids, mask = tokenizer.encode_rendered(*_write(safe, tokenizer, trained))
-    opening = tokenizer.opening if tokenizer.template is None else ()
-    return [*opening, *ids], [False] * len(opening) + mask
+    safe, template = guarded(messages, tokenizer, system_prompt), tokenizer.template
+    if template is not None:
+        written = (template.render(safe, add_generation_prompt=True), []) if asks else template.write(safe)
+        return tokenizer.encode_rendered(*written)
+    if not {_START, _END} <= tokenizer.controls.keys():
+        what = "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks"
+        fix = "Add them with transformers (docs/hub.md, Chat), or keep its own: `chat_template: tokenizer`."
+        raise UserError(what, where=str(tokenizer.folder), fix=fix)
+    text, spans = "", list[Span]()
+    for message in safe:
+        text += f"{_START}{message['role']}\n"
+        begin = len(text)
+        text += message["content"] + _END
+        spans += [(begin, len(text))] if is_trained(message) and not asks else []
+        text += "\n"
+    ids, trained = tokenizer.encode_rendered(text + (f"{_START}assistant\n" if asks else ""), spans)
+    return [*tokenizer.opening, *ids], [False] * len(tokenizer.opening) + trained
 
 
 def is_trained(message: Message) -> bool:
@@ -217,9 +306,7 @@ def encode_document(messages: Sequence[Message], tokenizer: "Tokenizer", system_
 
 def encode_prompt(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> list[int]:
     """Return the tokens of the conversation so far, and of ChatML `<|im_start|>assistant\\n`: the answer follows."""
-    check_messages(messages)
-    text, _ = _write(guarded(messages, tokenizer, system_prompt), tokenizer, asks=True)
-    return [*(tokenizer.opening if tokenizer.template is None else ()), *tokenizer.encode_rendered(text)[0]]
+    return encode_conversation(messages, tokenizer, system_prompt, asks=True)[0]
 
 
 def trained_runs(trained: Sequence[bool]) -> Integer[np.ndarray, "runs 2"]:
@@ -232,112 +319,6 @@ def unstopped_answers(tokens: Sequence[int], trained: Sequence[bool], stops: Seq
     begins, ends = trained_runs(trained).T
     before = np.concatenate([[0], np.cumsum(np.isin(np.asarray(tokens, np.int64), stops))])
     return int(np.count_nonzero(before[ends] == before[begins]))
-
-
-# ---- answers in a text ----
-
-
-def _write(
-    messages: Sequence[Message], tokenizer: "Tokenizer", trained: Sequence[int] = (), *, asks: bool = False
-) -> Written:
-    """Return messages in the tokenizer's template or in ChatML, and the parts of them that are the answers `trained`.
-
-    With `asks`, the text by which the model is asked for an answer follows.
-    """
-    if (template := tokenizer.template) is not None:
-        text, blocks = template.render_blocks(messages, add_generation_prompt=asks)
-        return text, _answers(template, messages, trained, text, blocks)
-    tokenizer.require_chat_tokens()
-    text, spans = "", list[Span]()
-    for number, message in enumerate(messages):
-        text += f"{_START}{message['role']}\n"
-        begin = len(text)
-        text += message["content"] + _END
-        spans += [(begin, len(text))] if number in trained else []
-        text += "\n"
-    return text + (f"{_START}assistant\n" if asks else ""), spans
-
-
-def _answers(
-    template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int], text: str, blocks: Sequence[Span]
-) -> list[Span]:
-    """Return the parts of a rendered conversation that are the answers of the messages `trained`.
-
-    Those are its {% generation %} blocks if the template has such. Otherwise an answer is what is added to the text by
-    which the model is asked for it, with the token that ends the turn; one that the template writes differently once
-    another turn follows, as most do with reasoning, is not trained.
-    """
-    if not trained:
-        return []
-    if template.marks_answers:
-        spans: list[Span] = []
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        edges = [begin for begin, _ in blocks]
-        if len(blocks) != len(answers):  # several for an answer, or one for the end of the text
-            before = (template.render(messages[:number]) if number else "" for number in answers)
-            edges = [len(os.path.commonprefix([prefix, text])) for prefix in before]  # noqa: RUF071 (characters)
-        for number, begin, end in zip(answers, edges, [*edges[1:], len(text) + 1], strict=True):
-            if number in trained:
-                own = [block for block in blocks if begin <= block[0] < end]
-                _check_written(messages, number, "".join(text[start:stop] for start, stop in own))
-                spans += own
-        return spans
-    alike = _answers_of_like_turns(template, messages, trained, text)
-    return _answers_by_prefixes(template, messages, trained, text) if alike is None else alike
-
-
-def _answers_of_like_turns(
-    template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int], text: str
-) -> list[Span] | None:
-    """Return the answers of a conversation in linear time; None unless the text consists of turns of one form."""
-    talk = messages[messages[0]["role"] == "system" :]
-    thoughtful = any(REASONING in message or "think>" in message["content"] for message in messages)
-    if thoughtful or [each["role"] for each in talk] != ["user", "assistant"] * (len(talk) // 2) or not template.seams:
-        return None
-    between, after, tail, opening, closing = template.seams
-    seams = [*([between, after] * (len(talk) // 2))[:-1], tail]
-    contents = [message["content"] for message in talk]
-    for written in (contents, [content.strip() for content in contents]):  # some templates strip them
-        parts = list(itertools.chain(*zip(written, seams, strict=True)))
-        if text.endswith("".join(parts)):
-            edges = list(itertools.accumulate(map(len, parts), initial=len(text) - sum(map(len, parts))))
-            places = zip(edges[2::4], edges[3::4], strict=True)  # where the contents of the answers begin and end
-            spans = [(begin - len(opening), end + len(closing)) for begin, end in places]
-            return [spans[(number - len(messages) + len(talk)) // 2] for number in trained]
-    return None
-
-
-def _answers_by_prefixes(
-    template: ChatTemplate, messages: Sequence[Message], trained: Sequence[int], text: str
-) -> list[Span]:
-    """Return the answers of a conversation, which is rendered up to each of them and after it."""
-    spans: list[Span] = []
-    for number in trained:
-        prompt = template.render(messages[:number], add_generation_prompt=True)
-        whole = text if number + 1 == len(messages) else template.render(messages[: number + 1])
-        if not whole.startswith(prompt):
-            what = f"the chat template asks for message {number + 1} with another text than it writes before it"
-            raise UserError(f"{what}: what the model would have said is a guess", where=_WHERE, fix=_MARK)
-        end = len(prompt) + _turn_end(whole[len(prompt) :], template.tokenizer)
-        _check_written(messages, number, whole[len(prompt) : end])
-        spans += [(len(prompt), end)] if text.startswith(whole[:end]) else []
-    return spans
-
-
-def _check_written(messages: Sequence[Message], number: int, answer: str) -> None:
-    if not all(word in answer for word in messages[number]["content"].split()[-1:]):
-        fix = "Some want messages that are lists of texts and pictures; take one for texts."
-        raise UserError(f"the chat template does not write what message {number + 1} says", where=_WHERE, fix=fix)
-
-
-def _turn_end(answer: str, tokenizer: "Tokenizer") -> int:
-    """Return where the turn ends: after the first group of control tokens that only others and white space follow."""
-    end = rest = len(answer)
-    for _, start, stop in reversed(tokenizer.control_spans(answer)):
-        if answer[stop:rest].strip():
-            break
-        end, rest = end if stop == rest else stop, start
-    return end
 
 
 # ---- ChatML as a template ----

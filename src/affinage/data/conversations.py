@@ -1,6 +1,5 @@
 """Conversations and pairs of answers in the forms of published data sets, in files and data sets wherever they are."""
 
-import itertools
 import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,27 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import TuningSettings
 from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
-from affinage.data.files import DamagedFile, DatasetPart, Part, open_plain, open_stored, reports_damage
+from affinage.data.files import DamagedFile, Part
 from affinage.data.ingest import find_parts
 from affinage.data.json_files import encodable
 from affinage.data.places import located
-from affinage.data.readers import rows_of
+from affinage.data.readers import BadRecord, read_rows
 from affinage.errors import UserError
 
 _CONVERSATION = (
-    '"messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}: sharegpt), "prompt" '
-    'with "completion", or "instruction" with "output" (alpaca)'
+    'A conversation has "messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}: '
+    'sharegpt), "prompt" with "completion", or "instruction" with "output" (alpaca).'
 )
-_PAIR = '"chosen" and "rejected", with "prompt", "instruction" or "messages", or as conversations that begin alike'
+_PAIR = 'A pair has "chosen" and "rejected", with "prompt", "instruction" or "messages", or that begin alike.'
 # ShareGPT has its own names; OpenAI calls the system `developer` to some models.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
 _MESSAGES = ("messages", "conversations", "conversation")
-_QUESTIONS, _ANSWERS = ("prompt", "question"), ("completion", "output", "response", "answer")
+_QUESTIONS, _ANSWERS = ("prompt", "question", *_MESSAGES), ("completion", "output", "response", "answer")
 _REASONINGS = (REASONING, "thinking", "reasoning")  # of a message; the first one that is not empty counts
 
 Item = Mapping[str, Any]  # a line of a file, or the row of a table
@@ -57,49 +54,48 @@ class Example:
 # ---- forms ----
 
 
-def parse_conversation(item: Item, *, where: str, name: str) -> Example:
-    """Return the conversation of a line, in the first published form that its keys fit.
-
-    Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, with `where`, for a line
-    that is no conversation.
-    """
-    answer, question = (next((key for key in keys if key in item), "") for keys in (_ANSWERS, _QUESTIONS))
-    messages: list[Any] = next((item[key] for key in _MESSAGES if isinstance(item.get(key), list)), [])
-    if not messages and answer and (question or "instruction" in item):
-        prompt = _turns(item[question], "user") if question else [_instruction(item)]
-        messages = [*prompt, *_turns(item[answer], "assistant")]
+def parse_conversation(item: Item, id: str) -> Example:
+    """Return the conversation of a line, its text in NFC, by its keys. Raises UserError for a line that is none."""
+    answer = next((item[key] for key in _ANSWERS if key in item), None)
+    messages = next((item[key] for key in _MESSAGES if isinstance(item.get(key), list)), [])
+    if not messages and answer is not None and (question := _question(item)):
+        messages = [*question, *_turns(answer, "assistant")]
     if not messages:
-        what = f"this line has {sorted(item)}, which is no conversation"
-        raise UserError(what, where=where, fix=f"A conversation has {_CONVERSATION}.")
-    parsed = _with_system([_message(each, where) for each in messages], item)
-    check_messages(parsed, where=where)
-    return Example(encodable(str(item.get("id") or name)), [parsed])
+        raise UserError(f"this line has {sorted(item)}, which is no conversation", fix=_CONVERSATION)
+    parsed = _with_system([_message(each) for each in messages], item)
+    check_messages(parsed)
+    return Example(id, [parsed])
 
 
-def parse_pair(item: Item, *, where: str, name: str) -> Example:
-    """Return the pair of a line. Raises UserError, with `where`, for a line that is none."""
+def parse_pair(item: Item, id: str) -> Example:
+    """Return the pair of a line. Raises UserError for a line that is none."""
     if not {"chosen", "rejected"} <= item.keys():
-        raise UserError(f"this line has {sorted(item)}, which is no pair", where=where, fix=f"A pair needs {_PAIR}.")
-    chosen, rejected = (
-        [_message(each, where) for each in _turns(item[key], "assistant")] for key in ("chosen", "rejected")
-    )
+        raise UserError(f"this line has {sorted(item)}, which is no pair", fix=_PAIR)
+    chosen, rejected = ([_message(each) for each in _turns(item[key], "assistant")] for key in ("chosen", "rejected"))
     same = 0  # messages that both begin with, without what the assistant says last
     while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
         same += 1
-    key = next((key for key in (*_QUESTIONS, "messages", "conversations") if key in item), None)
-    turns = _turns(item[key], "user") if key else [_instruction(item)] if "instruction" in item else []
-    prompt = [_message(each, where) for each in turns] or chosen[:same]
+    prompt = [_message(each) for each in _question(item)] or chosen[:same]
     if same and len({(each["role"], str(each["content"]).strip()) for each in (prompt[-1], chosen[same - 1])}) == 1:
         prompt = chosen[:same]  # whole conversations, with the prompt beside them
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt:
-        raise UserError("a pair without a prompt", where=where, fix=f"A pair needs {_PAIR}.")
+        raise UserError("a pair without a prompt", fix=_PAIR)
     prompt = [{**message, "train": False} for message in _with_system(prompt, item)]
     talks = [[*prompt, *answer] for answer in (chosen, rejected)]
     for talk in talks:
-        check_messages(talk, where=where)
-    return Example(encodable(str(item.get("id") or name)), talks, len(prompt))
+        check_messages(talk)
+    return Example(id, talks, len(prompt))
+
+
+def _question(item: Item) -> list[Any]:
+    """Return the messages before the answer: a prompt, or an instruction with the text that it is about; or nothing."""
+    if question := next((item[key] for key in _QUESTIONS if item.get(key) not in (None, [])), None):
+        return _turns(question, "user")
+    about = item.get("input") or item.get("context")
+    parts = [str(part) for part in (item.get("instruction"), about) if part]
+    return _turns("\n\n".join(parts), "user") if "instruction" in item else []
 
 
 def _turns(value: Any, role: str) -> list[Any]:
@@ -109,25 +105,19 @@ def _turns(value: Any, role: str) -> list[Any]:
     return [value if isinstance(value, Mapping) else {"role": role, "content": value}]
 
 
-def _instruction(item: Item) -> Item:
-    """Return an instruction and the text that it is about as one message."""
-    about = item.get("input") or item.get("context")
-    return {"role": "user", "content": "\n\n".join(str(part) for part in (item["instruction"], about) if part)}
-
-
 def _with_system(messages: list[Message], item: Item) -> list[Message]:
     """Return the messages, after the system message that the line has beside them."""
     system = item.get("system") or item.get("system_prompt")
     return with_system_prompt(messages, _text(system) if isinstance(system, str) else "")
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: Any) -> Message:
     """Return a message with the names of roles and the form of text that are ours."""
     if not isinstance(message, dict):
-        raise UserError(f"a message that is no object but {message!r}", where=where)
+        raise UserError(f"a message that is no object but {message!r}")
     if call := next((key for key in ("tool_calls", "function_call") if message.get(key)), None):
         fix = "Leave such conversations out, or skip and count them with `on_error: skip`."
-        raise UserError(f"a message has {call}, and calls of tools are not trained", where=where, fix=fix)
+        raise UserError(f"a message has {call}, and calls of tools are not trained", fix=fix)
     role = message.get("role", message.get("from"))
     parsed = {"role": _ROLES.get(str(role), role), "content": _text(message.get("content", message.get("value")))}
     thoughts = [message[key] for key in _REASONINGS if message.get(key) is not None]
@@ -154,19 +144,20 @@ def _text(value: Any) -> Any:
 
 def open_source(
     settings: TuningSettings, index: int, world_file: Path | None = None
-) -> tuple[str, SourceSettings, Sequence[Part]]:
-    """Return the place of a source, its settings, with the commit of a data set on the Hub, and its parts.
+) -> tuple[SourceSettings, Sequence[Part]]:
+    """Return the settings of a source, with the place and the commit at which it is read, and its parts.
 
     `world_file` is what the pocket world has for it. Raises UserError where there is nothing to read.
     """
     source = located(settings.sources[index].as_source(), settings)
-    place = str(world_file) if source.path == POCKET_WORLD and world_file is not None else source.place
-    source, parts = find_parts(source, place, place, of_text=False)
+    if source.path == POCKET_WORLD and world_file is not None:
+        source = source.model_copy(update={"path": str(world_file)})
+    source, parts = find_parts(source, source.place, of_text=False)
     parts = [part for part in parts if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
-        raise UserError("no conversations found", where=place, fix=fix)
-    return place, source, parts
+        raise UserError("no conversations found", where=source.place, fix=fix)
+    return source, parts
 
 
 def check_source(settings: TuningSettings, index: int) -> None:
@@ -179,42 +170,22 @@ def check_source(settings: TuningSettings, index: int) -> None:
         open_source(settings, index)
 
 
-def read_lines(
-    part: Part, settings: SourceSettings, *, pairs: bool = False, number: int = 0, count: int = 1
-) -> Iterator[Example | UserError]:
-    """Return the lines `number`, `number + count`, ... of a part of a source, an error for one that cannot be used.
+def read_examples(part: Part, settings: SourceSettings, *, pairs: bool = False) -> Iterator[Example | UserError]:
+    """Stream the conversations, or the `pairs` of answers, of a part of a source; an error for what cannot be used.
 
-    They are conversations, or `pairs` of answers. Raises UserError for a file that is damaged.
+    Raises UserError for a file that is damaged.
     """
-    where, sign = (part.name, "#") if isinstance(part, DatasetPart) else (part.url.removeprefix("file://"), ":")
     parse = parse_pair if pairs else parse_conversation
+    where = part.url.removeprefix("file://") or part.name
     try:
-        with reports_damage():
-            for line, content in itertools.islice(enumerate(_contents(part, settings), 1), number, None, count):
-                if isinstance(content, bytes) and content.isspace():
-                    continue
-                place = f"{where}{sign}{line}"
-                try:
-                    item = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
-                    if not isinstance(item, dict):
-                        raise UserError("this line is not a JSON object", where=place)
-                    yield parse(item, where=place, name=f"{part.name}{sign}{line}")
-                except UserError as error:
-                    yield error
-                except (ValueError, RecursionError) as error:
-                    what = f"this line is damaged or not JSON: {getattr(error, 'msg', error)}"
-                    yield UserError(what, where=place)
+        for row in read_rows(part, settings, of_text=False):
+            place = row.id if isinstance(row, BadRecord) else row[0]
+            try:
+                if isinstance(row, BadRecord):
+                    raise UserError(f"{row.reason}: {row.detail}")
+                yield parse(row[1], encodable(str(row[1].get("id") or place)))
+            except UserError as error:
+                error.where = where.removesuffix(part.name) + place
+                yield error
     except DamagedFile as error:
-        raise UserError(f"the file is damaged: {error}", where=where) from None
-
-
-def _contents(part: Part, settings: SourceSettings) -> Iterator[Item | bytes]:
-    if isinstance(part, DatasetPart):
-        yield from rows_of(part, settings)
-    elif part.kind == "table":
-        with open_stored(part) as raw:
-            for batch in pq.ParquetFile(raw).iter_batches(batch_size=256):
-                yield from batch.to_pylist()
-    else:
-        with open_plain(part) as stream:
-            yield from stream
+        raise UserError(str(error), where=where) from None

@@ -2,8 +2,7 @@
 
 A match is a run of `n_grams` words of an item, or a shorter item whole. Runs that more than `BOILERPLATE` items of a
 benchmark, or texts, have in common are no match. A word is a run of letters, numbers and marks, with case folded and
-accents kept, or an ideograph. Punctuation, signs and HTML tags separate words and are not compared: quoting by `> `,
-tables by `|` and `<br>` between words change nothing. Texts are repaired and in normal form C on both sides.
+accents kept, or an ideograph; all else separates words, as do HTML tags. Texts are repaired on both sides.
 """
 
 import json
@@ -24,10 +23,10 @@ import pyarrow.parquet as pq
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
+from affinage.data.dedup import hash_words, longest_text, shingles
 from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, numbered_files, read_documents
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.json_files import encodable, write_json
-from affinage.data.minhash import hash_words, longest_text, shingles
 from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -54,6 +53,9 @@ class BenchmarkItem(NamedTuple):
     benchmark: str
     id: str
     texts: Sequence[str]
+
+
+Items = Iterable[BenchmarkItem]
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -166,22 +168,18 @@ class ItemIndex:
     runs, uint64 [K]. `too_short` counts the items by benchmark of which no text has enough words to be found by.
     """
 
-    def __init__(
-        self, items: Iterable[BenchmarkItem], n_grams: int, *, min_words: int = 8, boilerplate: int = BOILERPLATE
-    ) -> None:
+    def __init__(self, items: Items, n_grams: int, *, min_words: int = 8, boilerplate: int = BOILERPLATE) -> None:
         self.items, self.n_grams, self.boilerplate = tuple(items), n_grams, boilerplate
         least = min(n_grams, min_words)
-        searched = [
-            (text, k, natural) for k, item in enumerate(self.items) for text, natural in search_texts(item, least)
-        ]
-        data, offsets = text_buffers(normalized([text for text, *_ in searched]))
+        searched = [(k, *found) for k, item in enumerate(self.items) for found in search_texts(item, least)]
+        data, offsets = text_buffers(normalized([text for _, text, _ in searched]))
         keys, of = np.empty(int(offsets[-1]) + 1, np.uint64), np.empty(int(offsets[-1]) + 1, np.int64)
         count, lengths = _index(data, offsets, word_table(folded=True), n_grams, least, keys, of)
         self.lengths = np.unique(lengths[lengths > 0])
-        findable = {k for (_, k, natural), length in zip(searched, lengths) if natural and length}
+        findable = {k for (k, _, natural), length in zip(searched, lengths) if natural and length}
         self.too_short = Counter(item.benchmark for k, item in enumerate(self.items) if k not in findable)
 
-        members = np.array([k for _, k, _ in searched], np.int64)[of[:count]]
+        members = np.array([k for k, *_ in searched], np.int64)[of[:count]]
         benchmarks = pa.array([item.benchmark for item in self.items], pa.string()).take(pa.array(members))
         runs = pa.table({"run": keys[:count], "benchmark": benchmarks, "item": members})
         runs = runs.group_by(["run", "benchmark", "item"]).aggregate([])
@@ -189,16 +187,15 @@ class ItemIndex:
         rare = rare.filter(pc.field("item_count") <= boilerplate)
         runs = runs.join(rare, ["run", "benchmark"], join_type="left semi").sort_by("run")
         self.keys, starts = np.unique(runs["run"].to_numpy(), return_index=True)
-        self._bounds, self._members = np.append(starts, len(runs)), runs["item"].to_numpy()
+        self._bounds, self._members = np.append(starts, len(runs)), np.array(runs["item"])
         # A filter before the search in the keys, which lie outside the cache.
         self._bits = np.zeros(1 << max(0, (_FILTER_BITS * self.keys.size // 64).bit_length()), np.uint64)
         bit = self.keys & np.uint64(64 * self._bits.size - 1)
         np.bitwise_or.at(self._bits, bit >> np.uint64(6), np.uint64(1) << (bit & np.uint64(63)))
 
-    def of(self, key: int) -> list[int]:
+    def of(self, key: int) -> np.ndarray:
         """The numbers of the items that have run `key`."""
-        numbers: list[int] = self._members[self._bounds[key] : self._bounds[key + 1]].tolist()
-        return numbers
+        return self._members[self._bounds[key] : self._bounds[key + 1]]
 
     def items_with(self, runs: np.ndarray) -> frozenset[tuple[str, str]]:
         """(benchmark, item) of all items that have one of some runs, bool [K]."""
@@ -207,9 +204,8 @@ class ItemIndex:
 
     def scan(self, text: pa.Array) -> np.ndarray:
         """The hits in a string array of texts in normal form C, int64 [H, 4], ordered by text and place."""
-        hits = _scan(*text_buffers(text), word_table(folded=True), self.keys, self._bits, self.lengths)
-        ordered: np.ndarray = hits[np.lexsort((hits[:, START], hits[:, TEXT]))]
-        return ordered
+        hits: np.ndarray = _scan(*text_buffers(text), word_table(folded=True), self.keys, self._bits, self.lengths)
+        return hits[np.lexsort((hits[:, START], hits[:, TEXT]))]
 
     def texts_with(self, hits: np.ndarray) -> np.ndarray:
         """In how many texts each run is, int64 [K]."""
@@ -226,18 +222,12 @@ def normalized(texts: Sequence[str]) -> pa.Array:
 
 
 def decontaminate(
-    documents_folder: Path,
-    folder: Path,
-    settings: DecontaminateSettings,
-    items: Iterable[BenchmarkItem],
-    *,
-    executor: Executor = LOCAL,
+    source: Path, folder: Path, settings: DecontaminateSettings, items: Items, *, executor: Executor = LOCAL
 ) -> dict[str, Any]:
-    """Copy the documents that hold no item to `folder`, write `matches.parquet`, and return the summary.
+    """Copy the documents of `source` that hold no item to `folder`, write `matches.parquet`, and return the summary.
 
-    Removed documents count as `in a benchmark`. The summary has `benchmarks` (items, those too short to be found, those
-    found, the documents they are in, and those that are `common`: copied to more than `BOILERPLATE` documents, which
-    stay) and `matches` (the first). An interrupted call resumes with the missing files.
+    This has `benchmarks` (items, those too short to be found, those found, the documents they are in, and those that
+    are `common`: in more than `BOILERPLATE` documents, which stay) and the first `matches`. A killed call resumes.
     """
     index = ItemIndex(items, settings.n_grams)
 
@@ -251,7 +241,7 @@ def decontaminate(
             first += batch.num_rows
         return rows
 
-    tasks = numbered_files(documents_folder)
+    tasks = numbered_files(source)
     scanned = executor.map(scan, tasks, folder / "scans", threads=True, label="scanning")
     hits = np.concatenate([np.array(rows, np.int64).reshape(-1, 4) for rows in scanned])
     common = index.texts_with(hits) > index.boilerplate
@@ -268,9 +258,8 @@ def decontaminate(
             verdicts[text - first] = "in a benchmark", detail
         return verdicts
 
-    total = copy_documents(documents_folder, folder, items_in, executor)
-    matches = total.notes
-    pq.write_table(pa.Table.from_pylist(matches, _MATCH), folder / "matches.parquet", compression="zstd")
+    total = copy_documents(source, folder, items_in, executor)
+    pq.write_table(pa.Table.from_pylist(matches := total.notes, _MATCH), folder / "matches.parquet", compression="zstd")
     shutil.rmtree(folder / "scans")
     matched = {(match["benchmark"], match["item"]) for match in matches}
     documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
@@ -303,7 +292,7 @@ def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> li
 # ---- tuning data ----
 
 
-def write_items(path: Path, items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> Path:
+def write_items(path: Path, items: Items, settings: DecontaminateSettings) -> Path:
     """Write items to a file, for tasks that call `contaminated`; returns the path."""
     write_json(path, {"n_grams": settings.n_grams, "items": list(items)})
     return path

@@ -203,10 +203,7 @@ class Stats:
 
 
 def copy_documents(
-    documents_folder: Path,
-    folder: Path,
-    judge: Callable[[pa.RecordBatch, int, Stats], Verdicts],
-    executor: Executor,
+    source: Path, folder: Path, judge: Callable[[pa.RecordBatch, int, Stats], Verdicts], executor: Executor
 ) -> Stats:
     """Copy all documents without those that have verdicts to the same places in another folder.
 
@@ -216,12 +213,12 @@ def copy_documents(
 
     def copy(task: tuple[Path, int]) -> dict[str, Any]:
         (path, first), stats = task, Stats()
-        with DocumentWriter(folder / path.parent.relative_to(documents_folder), path.stem, stats) as writer:
+        with DocumentWriter(folder / path.parent.relative_to(source), path.stem, stats) as writer:
             for before, batch in stats.entering(path):
                 writer.write(stats.remove_rows(batch, judge(batch, first + before, stats)))
         return vars(stats)
 
-    tasks = numbered_files(documents_folder)
+    tasks = numbered_files(source)
     total = Stats.total(executor.map(copy, tasks, folder, threads=True, label="copying"))
     clear_completions(folder)
     return total

@@ -199,12 +199,11 @@ def _find(data: np.ndarray, start: np.int64, end: np.int64, words: Words) -> tup
     while words.slots[slot] >= 0:
         word = words.slots[slot]
         if words.spelling[word + 1] - words.spelling[word] == end - start:
-            same, base = True, words.spelling[word]
+            base = words.spelling[word]
             for k in range(end - start):
                 if words.arena[base + k] != data[start + k]:
-                    same = False
                     break
-            if same:
+            else:
                 return word, slot
         slot = (slot + np.uint64(1)) & last
     return -1, slot

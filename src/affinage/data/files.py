@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Any, cast
 
 import pyarrow as pa
 import requests
@@ -59,41 +59,29 @@ class DamagedFile(Exception):
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """One file of a source; `name` is its path within the source, the same on every machine."""
+class Part:
+    """A file of a source, a part of one, or a part of a dataset."""
 
-    url: str  # what is at a web address is read from the cache of downloads; see `cached`
-    name: str
-    kind: str  # see `kind_of`
-    bytes: int  # as stored, of the file or the part
-    start: int = 0  # a part of a file: the lines or row groups that begin in bytes [start, stop)
+    url: str  # "" of a dataset; what is at a web address is read from the cache of downloads, see `cached`
+    name: str  # the path within the source, the same on every machine
+    kind: str  # see `kind_of`, or dataset
+    bytes: int  # as stored, of the file or the part; 1 of a part of a dataset, for which they are not known
+    # Of a part of a file those of its lines or row groups that begin in bytes [start, stop). Of a part of a dataset
+    # which one it is, and how many there are.
+    start: int = 0
     stop: int | None = None
-
-
-@dataclass(frozen=True)
-class DatasetPart:
-    """Part `index` of `parts` of a dataset: one of its files. `name` is for ids and messages."""
-
-    name: str  # the same on every machine
-    index: int
-    parts: int
-    kind: ClassVar[str] = "dataset"
-    bytes: ClassVar[int] = 1  # they are not known
-
-
-Part = SourceFile | DatasetPart
 
 
 # ---- finding ----
 
 
-def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
+def find(url: str, source: SourceSettings, where: str) -> list[Part]:
     """The files at a URL, sorted by name; those of a folder that are not readable have the kind "" and no bytes.
 
     Of a file at a web address, a copy here goes if its server has another version. Raises UserError if no file is
     readable, and TransientError where the network fails.
     """
-    files: list[SourceFile] = []
+    files: list[Part] = []
     kind = partial(kind_of, code=source.kind == "code")
     try:
         if url.startswith(_WEB):
@@ -104,14 +92,14 @@ def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
                     if version_of(url) not in ("", _beside(url, ".version").read_text()):
                         copy.unlink()
             size = copy.stat().st_size if copy.is_file() else _ask(url)[1]
-            files.append(SourceFile(place, _name(url), kind(_name(url)), size))
+            files.append(Part(place, _name(url), kind(_name(url)), size))
         else:
             filesystem, base, entries = _listed(url)
             for path, entry in sorted(entries.items()):
                 name = encodable(path.removeprefix(base).lstrip("/"))
                 if entry["type"] != "directory" and not re.search(r"(^|/)\.", name):
                     size = int(entry.get("size") or 0) if kind(name) else 0
-                    files.append(SourceFile(filesystem.unstrip_protocol(path), name, kind(name), size))
+                    files.append(Part(filesystem.unstrip_protocol(path), name, kind(name), size))
     except FileNotFoundError:
         pass  # as where there is nothing in it
     except Exception as error:  # OSError, and each library's own
@@ -176,7 +164,7 @@ def version_of(url: str) -> str:
 # ---- opening ----
 
 
-def open_stored(file: SourceFile) -> IO[bytes]:
+def open_stored(file: Part) -> IO[bytes]:
     """The bytes of a file as they are stored."""
     place = str(cached(file.url)) if file.url.startswith(_WEB) else file.url
     filesystem, path = url_to_fs(place, use_listings_cache=False)
@@ -184,7 +172,7 @@ def open_stored(file: SourceFile) -> IO[bytes]:
 
 
 @contextlib.contextmanager
-def open_plain(file: SourceFile) -> Iterator[Any]:
+def open_plain(file: Part) -> Iterator[Any]:
     """The decompressed bytes of a file; of one with damage all that come before it."""
     with open_stored(file) as raw, _OPENERS[compression_of(file.name)](raw) as stream:
         yield stream

@@ -12,7 +12,7 @@ import numpy as np
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
 from affinage.data.documents import DocumentWriter, Stats, document_files
 from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
-from affinage.data.files import DamagedFile, Part, SourceFile, compression_of, find
+from affinage.data.files import DamagedFile, Part, compression_of, find
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_on_hub, is_remote, located, unique
 from affinage.data.readers import UNKNOWN_KIND, BadRecord, Record, at_commit, parts_of, read_records
@@ -42,15 +42,21 @@ def ingest(
 
     Documents of a source keep the order of its sorted file names, then of the file. A record that cannot be used is
     counted by reason; a source of which nothing can be used, and a damaged file (unless `on_error` is `skip`), is a
-    UserError. Of a source with `max_bytes`, `sample` is a share of these bytes, else of its documents. The summary also
-    has the `commits` at which datasets of the Hub were read. An interrupted call resumes with the missing tasks.
+    UserError. The summary also has the `commits` of datasets of the Hub. An interrupted call resumes.
     """
     tasks: dict[str, list[Task]] = {}  # by the name of the source
-    world = str(Path(world_folder or "") / "documents" / "*.jsonl")
+    world = {"path": str(Path(world_folder or "") / "documents" / "*.jsonl"), "max_bytes": None}
     for position, source in enumerate(settings.sources):
-        name = unique(source.title, tasks)
-        source, parts = find_parts(located(source, settings), f"data.sources[{position}]", world)
-        tasks[name] = _divide(name, source, parts)
+        name, is_world = (
+            unique(source.title, tasks),
+            source.path == POCKET_WORLD,
+        )  # which is of no more than `max_bytes`
+        source = source.model_copy(update=world) if is_world else located(source, settings)
+        source, parts = find_parts(source, f"data.sources[{position}]")
+        tasks[name] = [
+            Task(name, source, group, f"{name}-{number:05d}", sum(part.bytes for part in group))
+            for number, group in enumerate(divide(parts))
+        ]
     results = _read_all(tasks, folder, settings, executor)
 
     for position, (source, own) in enumerate(zip(settings.sources, tasks.values())):
@@ -75,15 +81,11 @@ def ingest(
     return total.summary() | counts | ({"commits": commits} if commits else {})
 
 
-def find_parts(
-    source: SourceSettings, where: str, world: str = "", *, of_text: bool = True
-) -> tuple[SourceSettings, Sequence[Part]]:
+def find_parts(source: SourceSettings, where: str, *, of_text: bool = True) -> tuple[SourceSettings, Sequence[Part]]:
     """The settings of a located source, with the commit of a dataset of the Hub as its revision, and the parts of it.
 
-    `world` is where the pocket world's files are. Raises UserError if the source, or its column of text, is not there.
+    Raises UserError if the source, or its column of text, is not there.
     """
-    if source.path == POCKET_WORLD:  # of which no more is generated than `max_bytes`
-        return source.model_copy(update={"max_bytes": None}), find(world, source, where)
     if source.path:
         return source, find(source.path, source, where)
     source = at_commit(source, where) if is_on_hub(source) else source
@@ -105,13 +107,13 @@ def check(source: SourceSettings, settings: DataSettings) -> None:
 # ---- tasks ----
 
 
-def _divide(name: str, source: SourceSettings, parts: Sequence[Part]) -> list[Task]:
-    """Consecutive parts of a source, together about `TASK_BYTES`: the same tasks for any number of workers."""
+def divide(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
+    """Consecutive parts of a source, together about `TASK_BYTES`: the same for any number of workers."""
     groups: list[list[Part]] = []
     size = 0  # of the last group
     for part in parts:
         pieces, divisible = [part], part.kind in ("lines", "table") and not compression_of(part.name)
-        if isinstance(part, SourceFile) and divisible and part.bytes > TASK_BYTES:
+        if divisible and part.bytes > TASK_BYTES:
             bounds = [*range(0, part.bytes, TASK_BYTES), part.bytes]
             pieces = [replace(part, start=a, stop=b, bytes=b - a) for a, b in pairwise(bounds)]
         for piece in pieces:
@@ -120,10 +122,7 @@ def _divide(name: str, source: SourceSettings, parts: Sequence[Part]) -> list[Ta
                 groups.append([])
                 size = piece.bytes
             groups[-1].append(piece)
-    return [
-        Task(name, source, tuple(group), f"{name}-{number:05d}", sum(part.bytes for part in group))
-        for number, group in enumerate(groups)
-    ]
+    return [tuple(group) for group in groups]
 
 
 def _read_all(
@@ -192,7 +191,7 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
                     stats.counts["not_sampled"] += 1
         except DamagedFile as damage:
             if settings.on_error == "raise":
-                where = part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name
+                where = part.url.removeprefix("file://") or part.name
                 fix = "Replace the file, or set data.on_error=skip to keep what can be read of such files."
                 raise UserError(str(damage), where=where, fix=fix) from None
             stats.counts["documents"] += 1

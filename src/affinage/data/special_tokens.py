@@ -6,6 +6,7 @@ PAD, UNK, BOS, EOS, CODE, ENDCODE, IM_START, IM_END, NEWLINE, TAB = range(10)
 
 # Ids 0 to 7 are control tokens: they stand for structure, and no raw text ever becomes one of them.
 CONTROL_PIECES = ("<pad>", "<unk>", "<s>", "</s>", "<|code|>", "<|endcode|>", "<|im_start|>", "<|im_end|>")
+NAMED = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "unk_token": "<unk>"}
 # Newline and tab are tokens of their own, never part of a longer piece. That makes encoding a conversation segment by
 # segment equal to encoding it whole, because every segment of ChatML begins or ends at a newline or a control token.
 FIXED_PIECES = (*CONTROL_PIECES, "\n", "\t")

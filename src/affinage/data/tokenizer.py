@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,7 @@ from tokenizers import pre_tokenizers
 from affinage.data.chat import ChatTemplate
 from affinage.data.fast_bpe import FastBpe
 from affinage.data.json_files import encodable, read_object, write_atomically, write_json
-from affinage.data.special_tokens import (
-    BOS,
-    CODE_FRAME,
-    CODE_LANGUAGE,
-    CONTROL_PIECES,
-    EOS,
-    FIXED_PIECES,
-    IM_END,
-    IM_START,
-    MARKS,
-    PAD,
-    UNK,
-    Marks,
-)
+from affinage.data.special_tokens import BOS, CODE_FRAME, CODE_LANGUAGE, FIXED_PIECES, IM_END, MARKS, NAMED, UNK, Marks
 from affinage.errors import UserError
 
 FILE = "tokenizer.json"
@@ -61,10 +48,12 @@ class Tokenizer:
     the tokenizer itself puts before a text, the text, and its end-of-text token.
     """
 
-    def __init__(self, folder: Path | str) -> None:
-        """Read the tokenizer in a folder. Raises UserError if there is none."""
+    def __init__(self, folder: Path | str, template: str | None = None) -> None:
+        """Read the tokenizer in a folder, which writes conversations in a Jinja `template`, or in ChatML.
+
+        Raises UserError if there is none, and for a template that is not Jinja.
+        """
         self.folder = Path(folder)
-        self.template: ChatTemplate | None = None  # in which conversations are written; None: ChatML
         if not (self.folder / FILE).is_file():
             fix = "A tokenizer's folder holds tokenizer.json; transformers converts other files:\n"
             fix += "  AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -76,38 +65,38 @@ class Tokenizer:
             raise UserError(f"this is not a tokenizer: {error}", where=str(self.folder / FILE)) from error
         self.special_tokens = self._named_tokens()
         """Spellings of the tokens that a chat template may name, such as `bos_token`."""
+        self.template = None if template is None else ChatTemplate(template, self)
 
     def _build(self, state: dict[str, Any]) -> None:
-        added, vocab = {token["content"]: token for token in state.get("added_tokens", ())}, state["model"]["vocab"]
-        ids = dict(vocab) if isinstance(vocab, dict) else {piece: id_ for id_, (piece, _) in enumerate(vocab)}
-        ids |= {content: token["id"] for content, token in added.items()}
         controls = [
-            content
-            for content, token in added.items()
-            if (token["special"] or _MARKUP.search(content)) and not _BYTE.fullmatch(content) and content.strip()
+            token
+            for token in sorted(state.get("added_tokens", ()), key=lambda token: token["id"])
+            if (token["special"] or _MARKUP.search(token["content"]))
+            and not _BYTE.fullmatch(token["content"])
+            and token["content"].strip()
         ]
-        self.controls = {content: ids[content] for content in sorted(controls, key=ids.__getitem__)}
-        self._special = frozenset(ids[content] for content in controls if added[content]["special"])
-        self._pieces = {id_: piece for piece, id_ in ids.items()}
-        self.vocabulary = 1 + max(ids.values())
-        self.fixed_ids = [self._pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
-        self.kind = "hub" if not self.fixed_ids else "bpe" if state["model"].get("byte_fallback") else "char"
+        self.controls: dict[str, int] = {token["content"]: token["id"] for token in controls}
+        self._special = frozenset(token["id"] for token in controls if token["special"])
+        self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
+        self.pieces = {id_: piece for piece, id_ in self._fast.get_vocab().items()}
+        self.pieces |= {id_: content for content, id_ in self.controls.items()}
+        self.vocabulary = 1 + max(self.pieces)
+        self.fixed_ids = [self.pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
+        by_bytes = bool(state["model"].get("byte_fallback"))
+        self.kind = "hub" if not self.fixed_ids else "bpe" if by_bytes else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
         alphabet = pre_tokenizers.ByteLevel.alphabet() if self._byte_level else [f"<0x{n:02X}>" for n in range(256)]
-        by_bytes = self._byte_level or bool(state["model"].get("byte_fallback"))
-        self._spells_everything = by_bytes and ids.keys() >= set(alphabet)
+        self._spells_everything = (by_bytes or self._byte_level) and set(self.pieces.values()).issuperset(alphabet)
         normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
         self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
-        self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
         self._anchor = self.encode(_ANCHOR)
         # One of thousands of control tokens is found by its first three characters, then by possible lengths.
-        self._beginnings = re.compile("|".join({re.escape(content[:3]) for content in controls}) or "(?!)")
-        self._lengths = sorted({len(content) for content in controls}, reverse=True)
+        self._beginnings = re.compile("|".join({re.escape(content[:3]) for content in self.controls}) or "(?!)")
+        self._lengths = sorted({len(content) for content in self.controls}, reverse=True)
 
     def _named_tokens(self) -> dict[str, str]:
         if self.fixed_ids:
-            named = {"bos_token": BOS, "eos_token": IM_END, "pad_token": PAD, "unk_token": UNK}
-            return {name: CONTROL_PIECES[token] for name, token in named.items()}
+            return dict(NAMED)
         spelled: dict[str, str] = {}
         for file in (self.folder / "special_tokens_map.json", self.folder / CONFIG):
             for name, token in read_object(file).items() if file.is_file() else ():
@@ -122,10 +111,6 @@ class Tokenizer:
                 write_atomically(folder / name, (self.folder / name).read_bytes())
         if self._configured_stops and not (folder / _GENERATION).exists():
             write_json(folder / _GENERATION, {"eos_token_id": list(self._configured_stops)})
-
-    def use_template(self, source: str | None) -> None:
-        """Write conversations in this Jinja template; in ChatML if None. Raises UserError if it is not one."""
-        self.template = None if source is None else ChatTemplate(source, self)
 
     # ---- special ids ----
 
@@ -144,7 +129,7 @@ class Tokenizer:
 
     @property
     def bos(self) -> int:
-        """The id that stands for an empty context: that of <s>, or else of the end of a text."""
+        """The id that stands for an empty context: that of <s>, or else the one that ends a text."""
         begin = self.id_of(self.special_tokens.get("bos_token", ""))
         return self.eos if begin is None else begin
 
@@ -152,7 +137,7 @@ class Tokenizer:
     def eos(self) -> int:
         """The id that ends a text. Raises UserError if the tokenizer names none."""
         # GPT-2's configuration leaves it to the class.
-        end = EOS if self.fixed_ids else self.id_of(self.special_tokens.get("eos_token", "<|endoftext|>"))
+        end = MARKS.end if self.fixed_ids else self.id_of(self.special_tokens.get("eos_token", "<|endoftext|>"))
         if end is None:
             raise UserError("this tokenizer names no eos_token", where=str(self.folder / CONFIG))
         return end
@@ -176,7 +161,7 @@ class Tokenizer:
     @property
     def stops(self) -> tuple[int, ...]:
         """Ids that end an answer of a model: ends of texts, of messages, and those that the model's files name."""
-        own = (EOS, IM_END) if self.fixed_ids else (self.eos, self.marks.end, self.id_of(CONTROL_PIECES[IM_END]))
+        own = (MARKS.end, IM_END) if self.fixed_ids else (self.eos, self.marks.end, self.id_of("<|im_end|>"))
         ends = () if self.template is None else self.template.ends
         return tuple(dict.fromkeys(id_ for id_ in (*own, *self._configured_stops, *ends) if id_ is not None))
 
@@ -188,35 +173,23 @@ class Tokenizer:
         """
         if self.fixed_ids:
             return MARKS
-        end: int | None = self.eos
-        if end == self.id_of(CONTROL_PIECES[IM_END]):
-            end = self.id_of("<|endoftext|>")
-            end = self.pad if end is None else end
+        ends = (self.eos, self.id_of("<|endoftext|>"), self.pad)
+        end = next((id_ for id_ in ends if id_ not in (None, self.id_of("<|im_end|>"))), None)
         if end is None:
             raise UserError("this tokenizer has no token that ends a document", where=str(self.folder / CONFIG))
         begin = self.opening[0] if self.opening and self.opening[0] != end else None
-        return Marks(begin, end, end if self.pad in (None, begin) else int(self.pad or 0))
+        return Marks(begin, end, end if self.pad is None or self.pad == begin else self.pad)
 
     @property
     def conversation_marks(self) -> Marks:
-        """The ids by which rows of conversations are read. Raises UserError if these cannot be written."""
-        if self.template is not None:
-            return self.template.marks
-        self.require_chat_tokens()
-        return self.marks
+        """The ids by which rows of conversations are read."""
+        return self.marks if self.template is None else self.template.marks
 
     def frame(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids before and after the text of a document; affinage's own put a pair around source code, too."""
         if self.fixed_ids and language == CODE_LANGUAGE:
             return CODE_FRAME
         return self.opening, (self.marks.end,)
-
-    def require_chat_tokens(self) -> None:
-        """Raise UserError where the vocabulary lacks a token of ChatML."""
-        if None in (self.id_of(CONTROL_PIECES[token]) for token in (IM_START, IM_END)):
-            what = "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks"
-            fix = "Add them with transformers (docs/hub.md, Chat), or keep its own: `chat_template: tokenizer`."
-            raise UserError(what, where=str(self.folder), fix=fix)
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.uint32]:
@@ -242,7 +215,7 @@ class Tokenizer:
 
     @cached_property
     def _fast_bpe(self) -> FastBpe:
-        pieces = {piece.replace(SPACE, " "): id_ for id_, piece in self._pieces.items() if id_ >= len(CONTROL_PIECES)}
+        pieces = {piece.replace(SPACE, " "): id_ for id_, piece in self.pieces.items() if piece not in self.controls}
         return FastBpe(pieces, self.dtype)
 
     def control_spans(self, text: str) -> list[tuple[int, int, int]]:
@@ -263,7 +236,7 @@ class Tokenizer:
         """
         text = _plain(text)
         for id_, start, _ in reversed(self.control_spans(text)):
-            if not (tags and id_ not in self._special and _TAG.fullmatch(self._pieces[id_])):
+            if not (tags and id_ not in self._special and _TAG.fullmatch(self.pieces[id_])):
                 text = text[: start + 1] + _GUARD + text[start + 1 :]
         return text
 
@@ -274,49 +247,47 @@ class Tokenizer:
         only in part counts.
         """
         text = encodable(text).replace(_MARK, REPLACEMENT)
-        edits = [(start, end, f"{_MARK}{id_}{_MARK}") for id_, start, end in self.control_spans(text)]
-        edits = sorted([*edits, *((match.start(), match.end(), "") for match in re.finditer(_GUARD, text))])
-        parts, place = [], 0
-        for start, end, name in edits:
-            parts += [text[place:start], name]
-            place = end
-        named = "".join([*parts, text[place:]])
+        edges = [0, *(edge for span in spans for edge in span), len(text)]
+        parts = [text[begin:end] for begin, end in pairwise(edges)]  # those at odd places are the spans
+        named = [self._named(part) for part in parts]
         ids: list[int] = []
         if self._exact or not spans:  # a quarter faster without the places of tokens
-            ids = self._fast.encode_batch_fast([named], add_special_tokens=False)[0].ids
+            ids = self._fast.encode_batch_fast(["".join(named)], add_special_tokens=False)[0].ids
         if not spans:
             return ids, [False] * len(ids)
-        edges = [edge for span in spans for edge in span]
-        if ids and (sizes := self._spelled_bytes[np.array(ids, np.int64)]).sum() == len(text.encode()):
-            ends, places = np.cumsum(sizes), [len(text[:edge].encode()) for edge in edges]  # in bytes of the text
-            firsts = np.searchsorted(ends, places[::2], side="right").tolist()
+        sizes = self._spelled_bytes[np.array(ids, np.int64)]
+        places = [*accumulate(len(part.replace(_GUARD, "").encode()) for part in parts)]
+        if ids and sizes.sum() == places[-1]:
+            ends = np.cumsum(sizes)
+            firsts = np.searchsorted(ends, places[:-1:2], side="right").tolist()
             lasts = np.searchsorted(ends - sizes, places[1::2]).tolist()
         else:
-            encoded: Any = self._fast.encode(named, add_special_tokens=False)
-            ids, tokens = encoded.ids, range(len(encoded.ids))
-            growth = [*accumulate((len(name) - (end - start) for start, end, name in edits), initial=0)]
-            begun = [start for start, *_ in edits]
-            places = [edge + growth[bisect_left(begun, edge)] for edge in edges]  # in characters of `named`
+            encoded: Any = self._fast.encode("".join(named), add_special_tokens=False)
+            ids, tokens, places = encoded.ids, range(len(encoded.ids)), [*accumulate(map(len, named))]
             # A list of the places of all tokens would take a third as long as the encoding.
-            firsts = [bisect_right(tokens, place, key=lambda k: encoded.token_to_chars(k)[1]) for place in places[::2]]
-            lasts = [bisect_left(tokens, place, key=lambda k: encoded.token_to_chars(k)[0]) for place in places[1::2]]
+            firsts = [bisect_right(tokens, at, key=lambda k: encoded.token_to_chars(k)[1]) for at in places[:-1:2]]
+            lasts = [bisect_left(tokens, at, key=lambda k: encoded.token_to_chars(k)[0]) for at in places[1::2]]
         trained = [False] * len(ids)
         for first, last in zip(firsts, lasts, strict=True):
             trained[first:last] = [True] * (last - first)
         return ids, trained
 
-    # ---- ids to text ----
+    def _named(self, text: str) -> str:
+        """The text with the names of its control tokens in their places, and without guards."""
+        parts, place = [], 0
+        for id_, start, end in self.control_spans(text):
+            parts += [text[place:start], f"{_MARK}{id_}{_MARK}"]
+            place = end
+        return "".join([*parts, text[place:]]).replace(_GUARD, "")
 
-    def id_to_piece(self, token: int) -> str:
-        """Return how the vocabulary spells one id; a space may be U+2581, a byte <0x41>."""
-        return self._pieces.get(token, "")
+    # ---- ids to text ----
 
     @cached_property
     def _spelled_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
         """UTF-8 bytes by which each id is spelled."""
         alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet() if self._byte_level else ())
         sizes = np.zeros(self.vocabulary, np.int64)
-        for token, piece in self._pieces.items():
+        for token, piece in self.pieces.items():
             is_bytes = alphabet.issuperset(piece) and piece not in self.controls  # every byte as a character
             plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
             sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
@@ -361,7 +332,7 @@ class Tokenizer:
             token = int(name[1])
             if token == UNK and self.fixed_ids and not keep_special:
                 return REPLACEMENT
-            return self._pieces[token] if keep_special or token not in self._special else ""
+            return self.pieces[token] if keep_special or token not in self._special else ""
 
         # After another token: some decoders drop the space that the first token of a text begins with.
         text = self._fast.decode([*self._anchor, *map(int, ids)], skip_special_tokens=False)
@@ -369,12 +340,7 @@ class Tokenizer:
         return _NAME.sub(spelled, text[len(before) :])
 
 
-@lru_cache(maxsize=1)
-def cached_tokenizer(folder: Path, template: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a folder with a template; a worker reads it once for all its tasks."""
-    tokenizer = Tokenizer(folder)
-    tokenizer.use_template(template)
-    return tokenizer
+cached_tokenizer = lru_cache(maxsize=1)(Tokenizer)  # a worker reads it once for all its tasks
 
 
 def template_in(folder: Path) -> str | None:

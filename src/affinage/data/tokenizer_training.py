@@ -1,9 +1,6 @@
 """Train a tokenizer on a sample balanced over languages, and measure how well it fits the text."""
 
-import heapq
 import io
-import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -37,7 +34,6 @@ def train_tokenizer(
     The sample is balanced over `languages` and depends on `seed` and the documents only, not on the order of files.
     Raises UserError if the text does not suffice for the vocabulary.
     """
-    started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {}
     if settings.kind == "char":
@@ -51,8 +47,7 @@ def train_tokenizer(
         write_atomically(folder / "tokenizer.model", model)  # for programs that read SentencePiece's models
         write_atomically(folder / FILE, bpe_json(model))
     tokenizer = Tokenizer(folder)
-    summary |= {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary, **measure(tokenizer, split_folder)}
-    return summary | {"seconds": time.monotonic() - started}
+    return summary | {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary, **measure(tokenizer, split_folder)}
 
 
 # ---- the sample ----
@@ -64,37 +59,39 @@ def balanced_sample(
     """Return texts of `budget` bytes in total, as evenly as there is text over `languages`, and the bytes of each.
 
     Documents in other languages share one further part. Which ones are chosen, and their order, depends on `seed` and
-    the documents' ids alone. One pass; memory is `budget` for each language at most.
+    the documents' ids alone. One pass; memory is twice `budget` for each language at most.
     Raises UserError if there is no text.
     """
-    chosen: dict[str, list[tuple[int, bytes]]] = {name: [] for name in (*languages, _OTHER)}  # heaps, largest key first
-    held, totals = Counter[str](), Counter[str]()
+    chosen: dict[str, list[tuple[int, bytes]]] = defaultdict(list)  # by language: keys and texts
+    held, totals = Counter[str](), Counter[str]()  # bytes
     for batch in read_documents(documents, ("id", "source", "language", "text")):
         keys, texts = document_keys(batch, seed, "tokenizer").tolist(), batch.column("text").cast(pa.large_binary())
         for key, language, text in zip(keys, batch.column("language").to_pylist(), texts.to_pylist(), strict=True):
             name = language if language in languages else _OTHER
-            heap = chosen[name]
+            chosen[name].append((key, text))
+            held[name] += len(text)
             totals[name] += len(text)
-            if held[name] < budget or -key > heap[0][0]:
-                heapq.heappush(heap, (-key, text))
-                held[name] += len(text)
-                while held[name] - len(heap[0][1]) >= budget:
-                    held[name] -= len(heapq.heappop(heap)[1])
+            if held[name] > 2 * budget:
+                chosen[name], held[name] = _first(chosen[name], budget), budget
     if not totals:
         raise UserError("there is no text to train a tokenizer on", where=str(documents))
-    sample: list[tuple[int, str]] = []
+    sample: list[tuple[int, bytes]] = []
     shares, left = dict[str, int](), budget
-    smallest_first = sorted((name for name in chosen if totals[name]), key=lambda name: totals[name])
-    for number, name in enumerate(smallest_first):  # what a language lacks goes to the larger ones
-        shares[name] = min(totals[name], left // (len(smallest_first) - number))
+    for number, (name, total) in enumerate(reversed(totals.most_common())):  # what a language lacks goes to larger ones
+        shares[name] = min(total, left // (len(totals) - number))
         left -= shares[name]
-    for name, share in shares.items():
-        heap, left = chosen[name], share
-        for key, text in sorted(heap, reverse=True):
-            if left > 0:
-                sample.append((-key, text[:left].decode(errors="ignore")))
-                left -= len(text)
-    return [text for _, text in sorted(sample)], shares
+        sample += _first(chosen[name], shares[name])
+    return [text.decode(errors="ignore") for _, text in sorted(sample)], shares
+
+
+def _first(documents: list[tuple[int, bytes]], size: int) -> list[tuple[int, bytes]]:
+    """The documents with the smallest keys, `size` bytes in total; the last one is cut."""
+    first = []
+    for key, text in sorted(documents):
+        if size > 0:
+            first.append((key, text[:size]))
+            size -= len(text)
+    return first
 
 
 # ---- training ----
@@ -133,13 +130,9 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        if match := re.search(r"Vocabulary size too high.*?<= (\d+)", str(error), re.DOTALL):
-            fix = f"Set tokenizer.vocab_size to {match[1]} or less, give more text, or set tokenizer.kind to char."
-        elif match := re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error)):
-            fix = f"Set tokenizer.vocab_size to {int(match[1]) + 1} or more, or lower tokenizer.character_coverage."
-        else:
-            raise
-        what = f"{settings.vocab_size} pieces do not fit the training text"
+        # SentencePiece's message names a size that fits, after the condition in brackets that does not hold.
+        what = f"{settings.vocab_size} pieces do not fit the training text: {str(error).rpartition('] ')[2].strip()}"
+        fix = "Set another size, give more text, set tokenizer.kind to char, or lower tokenizer.character_coverage."
         raise UserError(what, where="tokenizer.vocab_size", fix=fix) from error
     return model.getvalue()
 

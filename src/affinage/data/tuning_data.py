@@ -1,15 +1,13 @@
 """Conversations, or pairs of answers, to token shards with a mask of what is trained: what all tuning reads.
 
-The lines of a source are divided into tasks. All read their lines once for the keys of their contents, from which
+The parts of a source are divided into tasks. All read their lines once for the keys of their contents, from which
 follows what is sampled, limited and held out; then each writes its own lines as one shard of rows to train on and one
 of held-out rows. So all workers encode, and a run that was killed resumes with the missing shards.
 """
 
 import itertools
 import json
-import math
 import shutil
-import time
 import warnings
 from bisect import bisect_right
 from collections import Counter
@@ -26,17 +24,17 @@ from affinage.config.data import SourceSettings
 from affinage.config.training import ConversationSettings, DpoSettings, SftSettings
 from affinage.data import chat
 from affinage.data.chat import Encoded
-from affinage.data.conversations import Example, Part, open_source, read_lines
+from affinage.data.conversations import Example, open_source, read_examples
 from affinage.data.decontaminate import contaminated, strings_in
-from affinage.data.executor import LOCAL, Executor
-from affinage.data.files import SourceFile
+from affinage.data.executor import LOCAL, POOL_BYTES, Executor
+from affinage.data.files import Part
+from affinage.data.ingest import divide
 from affinage.data.order import shuffle_keys
-from affinage.data.places import unique
+from affinage.data.places import is_remote, unique
 from affinage.data.token_shards import FACTS, Document, TokenShards, find_shard_folders, finish_folder, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
 from affinage.errors import UserError, UserWarned
 
-TASK_BYTES = 64_000_000  # of files: what one task reads
 _COUNTS = ("rows", "tokens", "trained_tokens", "conversations")  # of a shard
 
 
@@ -47,10 +45,9 @@ class TuningTask:
     settings: SftSettings | DpoSettings
     system_prompt: str
     source: ConversationSettings
-    opened: SourceSettings  # the source in the form in which files are opened
+    opened: SourceSettings  # the source as it is opened
     name: str
-    place: str
-    parts: tuple[tuple[Part, int, int], ...]  # of each part the lines k, k + n, k + 2 n, ...
+    parts: tuple[Part, ...]
     shard: int
     shards: int
     tokenizer: Path
@@ -75,51 +72,32 @@ def prepare_tuning_data(
 ) -> dict[str, Any]:
     """Write `train/<source>/` and `validation/<source>/` folders of token shards into `folder`.
 
-    Several conversations share a row; each begins with <s>, so that none sees another. The sides of a pair are two
-    documents, one after the other. Which lines are sampled, limited and held out depends on their content and the seed,
-    so that equal ones stay together. Lines that hold an item of a benchmark of `searched` are left out.
-
-    Returns counts of all lines that were read, of what was left out and cut of those that are `used`, and what the rows
-    of `train` and `validation` hold. Raises UserError for a line that cannot be used, unless the settings skip it, and
-    where not one token would be trained.
+    The sides of a pair are two documents, one after the other. Which lines are sampled, limited and held out depends on
+    their content and the seed. Lines that hold an item of a benchmark of `searched` are left out.
+    Returns counts of all lines, of what was left out and cut of those that are `used`, and what the rows of `train` and
+    `validation` hold. Raises UserError for a line that cannot be used, unless the settings skip it, and where not one
+    token would be trained.
     """
-    started = time.monotonic()
     tasks: list[TuningTask] = []
     template = None if tokenizer.template is None else tokenizer.template.source
     for index, source in enumerate(settings.sources):
         name = unique(source.title, {task.name for task in tasks})
         world_file = "chat.jsonl" if isinstance(settings, SftSettings) else "preferences.jsonl"
-        place, opened, parts = open_source(settings, index, world_folder and world_folder / world_file)
-        divided = _divided(parts)
+        opened, parts = open_source(settings, index, world_folder and world_folder / world_file)
+        groups = divide(parts)
         tasks += [
-            TuningTask(settings, system_prompt, source, opened, name, place, lines, shard, len(divided),
-                       tokenizer.folder, template, seq_len, seed, folder, searched)
-            for shard, lines in enumerate(divided)
+            TuningTask(settings, system_prompt, source, opened, name, group, shard, len(groups), tokenizer.folder,
+                       template, seq_len, seed, folder, searched)
+            for shard, group in enumerate(groups)
         ]  # fmt: skip
-    size = sum(part.bytes // count for task in tasks for part, _, count in task.parts if isinstance(part, SourceFile))
+    size = sum(POOL_BYTES if is_remote(task.opened) else part.bytes for task in tasks for part in task.parts)
     read = executor.map(read_keys, tasks, folder / "keys", bytes=size, label="reading")
     write = partial(write_lines, selection=_select(tasks, read))
     written = executor.map(write, tasks, folder / "shards", bytes=size, label="tokenizing")
-    summary = _finish(tasks, read, written, tokenizer)
+    summary = _finish(tasks, written, tokenizer)
     for stage in ("shards", "keys"):
         shutil.rmtree(folder / stage)
-    return summary | {"context": seq_len, "seconds": time.monotonic() - started}
-
-
-def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
-    """Divide the lines of a source into tasks: large files are shared among several, small ones put together."""
-    tasks: list[list[tuple[Part, int, int]]] = [[]]
-    held = 0
-    for part in parts:
-        size = part.bytes if isinstance(part, SourceFile) else TASK_BYTES
-        count = max(1, math.ceil(size / TASK_BYTES))
-        if tasks[-1] and (count > 1 or held + size > TASK_BYTES):
-            tasks.append([])
-            held = 0
-        tasks[-1].append((part, 0, count))
-        tasks += [[(part, number, count)] for number in range(1, count)]
-        held += size
-    return [tuple(task) for task in tasks]
+    return summary
 
 
 # ---- selection ----
@@ -127,10 +105,9 @@ def _divided(parts: Sequence[Part]) -> list[tuple[tuple[Part, int, int], ...]]:
 
 def _lines(task: TuningTask) -> Iterator[tuple[int, Example | UserError]]:
     """Yield the key of every line of a task and its content, an error where it cannot be used."""
-    pairs = isinstance(task.settings, DpoSettings)
-    for part, number, count in task.parts:
-        for line in read_lines(part, task.opened, pairs=pairs, number=number, count=count):
-            if not isinstance(line, UserError):
+    for part in task.parts:
+        for line in read_examples(part, task.opened, pairs=isinstance(task.settings, DpoSettings)):
+            if isinstance(line, Example):
                 yield int(shuffle_keys([line.content], task.seed, "conversations")[0]), line
             elif task.settings.on_error == "raise":
                 raise line
@@ -138,24 +115,19 @@ def _lines(task: TuningTask) -> Iterator[tuple[int, Example | UserError]]:
                 yield 0, line
 
 
-def read_keys(task: TuningTask) -> dict[str, Any]:
-    """Return the keys of the sampled lines of a task, of the contaminated ones, its counts, and its first bad line."""
-    counts, keys, texts, first_bad = Counter[str](), [], [], ""
+def read_keys(task: TuningTask) -> dict[str, list[int]]:
+    """Return the `keys` of the sampled lines of a task, and of those that hold an item of a benchmark."""
+    keys, texts = [], []
     for key, line in _lines(task):
-        counts["conversations"] += 1
-        if isinstance(line, UserError):
-            counts["bad"] += 1
-            first_bad = first_bad or f"{line.where}: {line.what}"
-        elif key < task.settings.sample * 2**64:
+        if isinstance(line, Example) and key < task.settings.sample * 2**64:
             keys.append(key)
             if task.searched is not None:
                 texts.append("\n\n".join(text for text in strings_in(line.messages) if " " in text))
     holders = contaminated(texts, task.searched) if task.searched is not None and texts else set()
-    in_benchmark = sorted({keys[place] for place in holders})
-    return {"counts": counts, "keys": keys, "first_bad": first_bad, "in_benchmark": in_benchmark}
+    return {"keys": keys, "in_benchmark": sorted({keys[place] for place in holders})}
 
 
-def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
     """Return, of every source, the largest keys that are used and held out; and the keys of all held-out lines."""
     in_benchmark = {key for result in read for key in result["in_benchmark"]}
     last: dict[str, tuple[int, int]] = {}
@@ -163,18 +135,14 @@ def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict
     for name, members in itertools.groupby(zip(tasks, read, strict=True), lambda member: member[0].name):
         (task, *_), results = zip(*members, strict=True)
         keys = sorted(key for result in results for key in result["keys"] if key not in in_benchmark)
-        limit, last_held_out = math.ceil(task.settings.sample * 2**64) - 1, -1
-        if keys and task.source.max_examples is not None:
+        if task.source.max_examples is not None:
             keys = keys[: max(1, round(task.source.max_examples * task.settings.sample))]
-            limit = keys[-1]
-        share = task.settings.validation_fraction
+        first, share = 0, task.settings.validation_fraction
         if keys and share:
             # At least one line is held out, with all lines of the same content, unless none would be left to train on.
-            first = keys[: bisect_right(keys, keys[max(1, round(share * len(keys))) - 1])]
-            if len(first) < len(keys):
-                last_held_out = first[-1]
-                held_out.update(first)
-        last[name] = limit, last_held_out
+            first = bisect_right(keys, keys[max(1, round(share * len(keys))) - 1]) % len(keys)
+        held_out.update(keys[:first])
+        last[name] = keys[-1] if keys else -1, keys[first - 1] if first else -1
     return {"last": last, "held_out": held_out, "in_benchmark": in_benchmark}
 
 
@@ -184,35 +152,31 @@ def _select(tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]]) -> dict
 def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
     """Encode the lines of a task and write its shards; return what was counted of them and of each part."""
     tokenizer = cached_tokenizer(task.tokenizer, task.template)
-    limit, last_held_out = selection["last"][task.name]
+    last_used, last_held_out = selection["last"][task.name]
     documents: dict[str, list[Document]] = {"train": [], "validation": []}
     counts, first_bad = Counter[str](), ""
     for key, line in _lines(task):
-        if isinstance(line, UserError):  # which `read_keys` has counted
-            continue
+        counts["conversations"] += 1
         part, use = "validation" if key <= last_held_out else "train", "used"
-        if key > limit:
-            use = "not_sampled"
-        elif key in selection["in_benchmark"]:
+        if key in selection["in_benchmark"]:
             use = "in_benchmark"
+        elif key > last_used:
+            use = "not_sampled"
         elif part == "train" and key in selection["held_out"]:
             use = "held_out_elsewhere"
-        counts[use] += 1
-        if use != "used":
-            continue
-        counts["unspelled"] += sum(tokenizer.unspelled(message["content"]) for message in line.messages)
         try:
-            encoded = encode_line(line, task, tokenizer, counts)
-        except UserError as error:  # of a chat template
+            if isinstance(line, UserError):
+                raise line
+            counts[use] += 1
+            if use == "used" and (encoded := encode_line(line, task, tokenizer, counts)):
+                tokens, mask = np.array(encoded[0], tokenizer.dtype), np.array(encoded[1], np.uint8)
+                lengths = np.where(mask, tokenizer.piece_bytes[tokens], 0).astype(np.uint32)
+                documents[part].append(Document(line.id, task.name, task.opened.place, key, tokens, lengths, mask))
+        except UserError as error:
             if task.settings.on_error == "raise":
                 raise
             counts["bad"] += 1
             first_bad = first_bad or f"{error.where}: {error.what}"
-            continue
-        if encoded is not None:
-            tokens, mask = np.array(encoded[0], tokenizer.dtype), np.array(encoded[1], np.uint8)
-            lengths = np.where(mask, tokenizer.piece_bytes[tokens], 0).astype(np.uint32)
-            documents[part].append(Document(line.id, task.name, task.place, key, tokens, lengths, mask))
     results: dict[str, Any] = {"counts": counts, "first_bad": first_bad}
     for part, members in documents.items():
         if members:
@@ -230,11 +194,12 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     talks, pair, seq_len, rule = line.talks, len(line.talks) > 1, task.seq_len, task.settings.truncation
     encode = partial(chat.encode_document, tokenizer=tokenizer, system_prompt=task.system_prompt)
     sides = [encode(talk) for talk in talks]
+    counts["unspelled"] += sum(tokenizer.unspelled(message["content"]) for message in line.messages)
     too_long = sum(len(ids) for ids, _ in sides) > seq_len
     if too_long and rule == "drop":
         counts["dropped"] += 1
         return None
-    if too_long and rule == "drop_turns":
+    if rule == "drop_turns":
         ends = [number for number, message in enumerate(talks[0][:-1], 1) if message["role"] == "assistant"]
         while ends and len(sides[0][0]) > seq_len:
             talks = [talks[0][: ends.pop()]]
@@ -245,7 +210,6 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     identical = pair and sides[0] == sides[1]
     thoughts = [text for message in talks[0] if (text := message.get(chat.REASONING, "").strip())]
     written = tokenizer.decode(sides[0][0]) if thoughts else ""
-    reasoning_dropped = bool(thoughts) and not any(text in written for text in thoughts)
     length, marks = seq_len // 2 if pair and too_long else seq_len, tokenizer.conversation_marks
     for tokens, trained in sides:
         if len(tokens) > length:
@@ -253,12 +217,10 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
             if marks.begin is None:  # what follows in the row is kept apart by the last token alone
                 tokens[-1], trained[-1] = marks.end, False
     if not all(any(trained) for _, trained in sides) or (pair and sides[0] == sides[1]):
-        counts["identical"] += identical
-        counts["dropped"] += 1
+        counts.update(dropped=1, identical=identical)
         return None
-    counts["truncated"] += too_long
-    counts["rewritten"] += rewritten
-    counts["reasoning_dropped"] += reasoning_dropped
+    reasoning_dropped = bool(thoughts) and not any(text in written for text in thoughts)
+    counts.update(truncated=too_long, rewritten=rewritten, reasoning_dropped=reasoning_dropped)
     if not pair and tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
         before = next(number for number, message in enumerate(talks[0]) if message["role"] == "assistant")
         prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
@@ -266,20 +228,17 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     return [token for ids, _ in sides for token in ids], [is_trained for _, mask in sides for is_trained in mask]
 
 
-def _finish(
-    tasks: Sequence[TuningTask], read: Sequence[dict[str, Any]], written: Sequence[dict[str, Any]], tokenizer: Tokenizer
-) -> dict[str, Any]:
+def _finish(tasks: Sequence[TuningTask], written: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
     """Write shards.json of every folder; return the counts of all, with warnings."""
-    total = sum((Counter(results["counts"]) for results in (*read, *written)), Counter[str]())
-    first_bad = next((result["first_bad"] for result in (*read, *written) if result["first_bad"]), "none")
+    total = sum((Counter(results["counts"]) for results in written), Counter[str]())
+    first_bad = next((results["first_bad"] for results in written if results["first_bad"]), "none")
+    task = tasks[0]
     if not any("train" in results for results in written):
-        section = "sft" if isinstance(tasks[0].settings, SftSettings) else "dpo"
-        raise UserError(
-            f"not one token of {total['conversations']} conversations would be trained",
-            where=f"{section}.sources",
-            fix=f"{total['bad']} cannot be used ({first_bad}); {total['dropped']} have no answer within the context. "
-            f"Only what the assistant says is trained: look at the roles, or raise {section}.seq_len.",
-        )
+        section = "sft" if isinstance(task.settings, SftSettings) else "dpo"
+        fix = f"{total['bad']} cannot be used ({first_bad}); {total['dropped']} have no answer within the context. "
+        fix += f"Only what the assistant says is trained: look at the roles, or raise {section}.seq_len."
+        what = f"not one token of {total['conversations']} conversations would be trained"
+        raise UserError(what, where=f"{section}.sources", fix=fix)
     for key, text in {
         "bad": f"conversations cannot be used, the first: {first_bad}",
         "rewritten": "answers are not trained: the chat template writes them differently once another turn follows",
@@ -289,14 +248,15 @@ def _finish(
         if total[key]:
             warnings.warn(f"{total[key]:,} {text}", UserWarned, stacklevel=2)
     sums: dict[str, dict[str, dict[str, int]]] = {"train": {}, "validation": {}}
+    facts: dict[str, Any] = {"seq_len": task.seq_len, "dtype": np.dtype(tokenizer.dtype).name}
     for part, name in itertools.product(sums, dict.fromkeys(task.name for task in tasks)):
         shards = [results[part] for task, results in zip(tasks, written) if task.name == name and part in results]
         if shards:
-            most, dtype = max(shard["most_in_a_row"] for shard in shards), np.dtype(tokenizer.dtype).name
-            facts: dict[str, Any] = {"source": name, "seq_len": tasks[0].seq_len, "dtype": dtype, "most_in_a_row": most}
-            facts = finish_folder(tasks[0].folder / part / name, shards, tokenizer.conversation_marks, **facts)
-            sums[part][name] = {key: facts[key] for key in _COUNTS} | {"bytes": facts["row_bytes"]}
+            facts |= {"source": name, "most_in_a_row": max(shard["most_in_a_row"] for shard in shards)}
+            whole = finish_folder(task.folder / part / name, shards, tokenizer.conversation_marks, **facts)
+            sums[part][name] = {key: whole[key] for key in _COUNTS} | {"bytes": whole["row_bytes"]}
     return {
+        "context": task.seq_len,
         "train": sum(map(Counter, sums["train"].values()), Counter()),
         "validation": sums["validation"],
         **dict.fromkeys(("truncated", "dropped"), 0),

@@ -14,7 +14,7 @@ from mwparserfromhell.parser import ParserError
 from mwparserfromhell.wikicode import Wikicode
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import DamagedFile, SourceFile, open_plain
+from affinage.data.files import DamagedFile, Part, open_plain
 from affinage.data.readers import BadRecord, Record
 
 LICENSE = "cc-by-sa-4.0"
@@ -54,7 +54,7 @@ _TIDY = [  # patterns, and what takes their place
 ]
 
 
-def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | BadRecord]:
+def read_dump(file: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
     """The articles (namespace 0, no redirects) of a dump; what is no article is left out without being counted."""
     wiki, dropped = "", {"file", "image", "category"}
     with open_plain(file) as stream:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from affinage.checkpoint.metadata import checksums
+from affinage.checkpoint.store import checksums
 from affinage.data.decontaminate import BenchmarkItem, Contamination
 from affinage.data.json_files import write_atomically, write_json
 from affinage.data.tokenizer import FILE

@@ -319,7 +319,7 @@ def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
     """Return README.md of a released model; `place` is the folder or repository that the usage loads."""
     tokenizer = model.tokenizer
     # What every training text began with; other tokenizers than affinage's own add it by themselves.
-    opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""
+    opening = tokenizer.pieces[tokenizer.bos] if tokenizer.fixed_ids else ""
 
     def number(value: Any) -> str:
         """A number as readers of the card's language write it; anything else as it is."""

@@ -64,8 +64,8 @@ def open_model(
         from affinage.hub.folder import hub_facts, read_hub_folder  # half a second, of huggingface_hub's imports
 
         hub = read_hub_folder(folder)
-        graph, tokenizer = hub.graph, fitting_tokenizer(folder, hub.graph.vocabulary)
         facts = hub_facts(folder) | {"context": hub.architecture.context, "precision": {}}
+        graph, tokenizer = hub.graph, fitting_tokenizer(folder, hub.graph.vocabulary, facts.get("chat_template"))
 
         def load(abstract: Any) -> Any:  # from the memory of the host: a device gets no more than its part
             return jax.device_put(hub.params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
@@ -75,8 +75,8 @@ def open_model(
         if tokenizer_folder is None:
             raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
         facts, graph = _facts_and_graph(folder)
-        tokenizer, load = Tokenizer(tokenizer_folder), partial(trained_params, folder, graph, target.step)
-    tokenizer.use_template(facts.get("chat_template"))
+        tokenizer = Tokenizer(tokenizer_folder, facts.get("chat_template"))
+        load = partial(trained_params, folder, graph, target.step)
     known = PrecisionSettings.model_fields.keys() & facts["precision"].keys()
     precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
@@ -94,9 +94,9 @@ def open_model(
     )
 
 
-def fitting_tokenizer(source: Path, vocabulary: int) -> Tokenizer:
+def fitting_tokenizer(source: Path, vocabulary: int, template: str | None = None) -> Tokenizer:
     """The tokenizer of a folder of the hub; UserError if it does not fit a model of `vocabulary` ids."""
-    tokenizer = Tokenizer(source)
+    tokenizer = Tokenizer(source, template)
     is_stub = tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2  # it only has unknown words
     if tokenizer.vocabulary > vocabulary or is_stub:
         what = f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}"

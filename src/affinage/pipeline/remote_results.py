@@ -6,7 +6,7 @@ A result is there once its manifest is, which is copied last, and is taken only 
 import shutil
 from collections.abc import Collection, Mapping
 
-from affinage.checkpoint.remote import RemoteFolder, download_newest, is_inside
+from affinage.checkpoint.remote import RemoteFolder, download, is_inside
 from affinage.errors import UserError, first_line
 from affinage.pipeline.models import SAVED
 from affinage.pipeline.step import print_line
@@ -77,8 +77,8 @@ class RemoteResults:
             there = RemoteFolder(url)
             there.remove(there.sizes())
         else:  # from gs:// Orbax reads the checkpoints itself
-            steps = not url.startswith("gs://")
-            download_newest(url, folder, lambda line: print_line(f"{request.step}: {line}"), steps=steps)
+            newest = 0 if url.startswith("gs://") else 2
+            download(url, folder, lambda line: print_line(f"{request.step}: {line}"), newest=newest)
 
     def is_copied(self, request: Request) -> bool:
         """Whether a result that is here is there too, which was noted when it was copied: no network is needed."""

@@ -126,9 +126,8 @@ def _benchmark_items(recipe: Recipe, settings: DecontaminateSettings) -> list[Be
 
 def chat_tokenizer(context: StepContext) -> Tokenizer:
     """The step's tokenizer, that writes conversations in the recipe's template."""
-    tokenizer = Tokenizer(context.inputs["train-tokenizer"])
-    tokenizer.use_template(chat_template_of(context.loaded, context.inputs["train-tokenizer"]))
-    return tokenizer
+    folder = context.inputs["train-tokenizer"]
+    return Tokenizer(folder, chat_template_of(context.loaded, folder))
 
 
 def _pooled(context: StepContext, work: Callable[..., Summary], *arguments: Any, **settings: Any) -> Summary:

@@ -1,6 +1,7 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
 import bisect
+import shutil
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -77,7 +78,9 @@ def train_step(context: StepContext) -> Summary:
         write_json(context.folder / MODEL, facts)
     summary = train(job)
     if context.saves_to != context.folder and Processes.current.first:
-        download(str(context.remote), context.folder, SAVED)
+        for name in SAVED:  # of an earlier start
+            shutil.rmtree(context.folder / name, ignore_errors=True)
+        download(str(context.remote), context.folder, print_line, newest=None)
     return summary if settings.steps == requested.steps or summary["ended"] else summary | {"ended": "epochs"}
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.metadata import IDENTITY, check_compatible, checksums
-from affinage.checkpoint.store import CHECKPOINTS, IO_TIMEOUT
+from affinage.checkpoint.store import CHECKPOINTS, IDENTITY, IO_TIMEOUT, check_compatible, checksums
 from affinage.cluster.processes import Processes
 from affinage.data.json_files import write_atomically
 from affinage.errors import UserError
@@ -35,6 +34,7 @@ class Checkpointer:
         self._store = self._job.store or CheckpointStore(
             self._job.folder / CHECKPOINTS, keep_last=settings.keep_last, keep_every=settings.keep_every
         )
+        self._versions = versions()  # reading them takes milliseconds
         self.resumed_at: list[int] = []  # the steps at which the starts of this run began, except the first
         self._saved_at = time.monotonic()
 
@@ -101,7 +101,7 @@ class Checkpointer:
                 "health": dict(health),
                 "resumed_at": self.resumed_at,
                 "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "versions": versions(),
+                "versions": self._versions,
             }
             self._store.save(step, state.named(), facts)
         self._saved_at = time.monotonic()
@@ -123,7 +123,7 @@ class Checkpointer:
             line = f"NOT everything was copied to {self._uploader.url}: {missing}"
         console.say(str(Processes.current.broadcast("the copy of the last save", line, seconds=None)))
 
-    def _accept(self, meta: Mapping[str, Any]) -> None:
+    def _accept(self, meta: dict[str, Any]) -> None:
         allowed, where = self._settings.allow_changes, str(self._store.folder)
         for name, change in check_compatible(meta, identity(self._trainer), allowed, where=where).items():
             warnings.warn(f"{self._job.name} resumes with another {name}: {change}", CheckpointWarning, stacklevel=2)

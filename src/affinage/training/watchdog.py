@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import itertools
+import math
 import os
 import signal
 import socket
@@ -89,10 +90,10 @@ class Watchdog:
             self._first("a signal to another process")
         return self._reached
 
-    def seconds_left(self) -> float | None:
-        """Return the seconds until what is not saved or copied should be given up; None: there is no limit."""
+    def seconds_left(self) -> float:
+        """Return the seconds until what is not saved or copied should be given up; inf: there is no limit."""
         if self.signal_name in ("", "SIGINT") or StopSignals.current is None:
-            return None
+            return math.inf
         return self._signalled + self._grace - _TO_LEAVE - time.monotonic()
 
     def beat(self, phase: str, *, at_most: float = 0.0) -> None:
@@ -156,8 +157,7 @@ class Watchdog:
                 leave(f"{self._name} received a second {number.name}; the last checkpoint stays", EXIT_INTERRUPTED)
             self._pressed = min(self._pressed, time.monotonic())
             self._first(number.name)
-        left = self.seconds_left()
-        if left is not None and left < -_TO_LEAVE:
+        if self.seconds_left() < -_TO_LEAVE:
             with contextlib.suppress(*_NO_STREAM):
                 faulthandler.dump_traceback(sys.stderr.fileno())
             leave(f"{self._name} was not saved within {self._grace:.0f} s; the last checkpoint stays")
