@@ -34,8 +34,7 @@ class Writer:
     """Writes text of one language that states each fact about equally often and in all its statements in turn."""
 
     def __init__(self, language: str, facts: list[Fact], sums: list[Fact], scenes: list[Scene], seed: int) -> None:
-        self.language = language
-        self.rng = random.Random(f"{seed}/documents/{language}")
+        self.language, self.rng = language, random.Random(f"{seed}/documents/{language}")
         stated = [fact for fact in facts if language in fact.stated]
         relations = grouped(stated, lambda fact: fact.relation)
         countries = grouped([f for f in stated if f.relation in ABOUT_COUNTRIES], lambda fact: fact.id.split(":")[1])
@@ -194,19 +193,16 @@ def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> list[
     The id of a duplicate begins with the id of its original. A near-duplicate has one filler replaced by another.
     """
     prose, counts = table("prose"), {kind: round(share * len(ordinary)) for kind, share in PLANTED.items()}
-    planted = [
-        document._replace(id=f"{document.id}+exact-{i:04d}", kind="exact-duplicate")
-        for i, document in enumerate(rng.sample(ordinary, counts["exact-duplicate"]))
-    ]
+    copied = enumerate(rng.sample(ordinary, counts["exact-duplicate"]))
+    planted = [each._replace(id=f"{each.id}+exact-{i:04d}", kind="exact-duplicate") for i, each in copied]
     near: list[Document] = []
-    for document in rng.sample(ordinary, len(ordinary)):
-        fillers = prose["fillers"][document.lang]
-        present, absent = ([each for each in fillers if (each in document.text) == there] for there in (True, False))
+    for each in rng.sample(ordinary, len(ordinary)):
+        fillers = prose["fillers"][each.lang]
+        present, absent = ([filler for filler in fillers if (filler in each.text) == there] for there in (True, False))
         if len(near) < counts["near-duplicate"] and present:
-            text = document.text.replace(rng.choice(present), rng.choice(absent), 1)
-            if jaccard(document.text, text) >= NEAR_JACCARD:
-                id_ = f"{document.id}+near-{len(near):04d}"
-                near.append(document._replace(id=id_, text=text, kind="near-duplicate"))
+            text = each.text.replace(rng.choice(present), rng.choice(absent), 1)
+            if jaccard(each.text, text) >= NEAR_JACCARD:
+                near.append(each._replace(id=f"{each.id}+near-{len(near):04d}", text=text, kind="near-duplicate"))
     planted += near
     for i in range(counts["wrong-language"]):
         language, bank = rng.choice(sorted(prose["foreign"].items()))
