@@ -306,7 +306,7 @@ def _read_entry(entry: Any, place: str) -> Record | BadRecord:
         return BadRecord(id, "too large", f"a page over {limit / 1e6:.0f} MB: {url}")
     if html:  # in the charset that its header states, or else in the one it looks like: many state what is no charset
         charset = map_encoding_to_html5(entry.http_charset or "", fallback_utf8=False) or detect_encoding(content)
-        page = bytes_to_str(content, charset, errors="replace")
+        page = bytes_to_str(content, charset or "utf-8", errors="replace")
         text = str(extract_plain_text(page, main_content=True, alt_texts=False, list_bullets=False))
     else:
         text = content.decode("utf-8", "replace")
