@@ -129,7 +129,7 @@ def _index(
     words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)
     lengths = np.zeros(offsets.size - 1, np.int64)
     for text in range(offsets.size - 1):
-        count, _ = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, places)
+        count, _ = hash_words(data, offsets, text, table, words, places)
         if min(ngram, count) >= least:
             lengths[text] = min(ngram, count)
             runs = shingles(words, count, ngram, np.uint64(0), keys[out:])
@@ -145,15 +145,14 @@ def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Ar
     words, places, runs = np.empty(room, np.uint64), np.empty((room, 2), np.int64), np.empty(room, np.uint64)
     hits = [np.int64(0) for _ in range(0)]
     for text in range(offsets.size - 1):
-        start = np.int64(offsets[text])
-        word_count, _ = hash_words(data, start, np.int64(offsets[text + 1]), words_table, words, places)
+        word_count, _ = hash_words(data, offsets, text, words_table, words, places)
         for length in lengths:
             for k in range(shingles(words, word_count, length, np.uint64(0), runs) if word_count >= length else 0):
                 bit = np.int64(runs[k] & np.uint64(64 * bits.size - 1))
                 if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1):
                     key = np.searchsorted(keys, runs[k])
                     if key < keys.size and keys[key] == runs[k]:
-                        hits.extend((np.int64(text), key, places[k, 0] - start, places[k + length - 1, 1] - start))
+                        hits.extend((np.int64(text), key, places[k, 0], places[k + length - 1, 1]))
     return np.array(hits, np.int64).reshape(-1, 4)
 
 

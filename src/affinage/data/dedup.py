@@ -1,14 +1,11 @@
 """Step `dedup`: one of several equal or nearly equal documents stays, in four passes over files.
 
-1. Signatures: a hash of the content and one key for each band of MinHash (LSH), a file for each document file.
-2. Buckets: the keys of each band are sorted; documents that share a key are candidates.
-3. N-grams: the word n-grams of all candidates, a file for each document file.
-4. Comparison: from the best candidate to the worst. A document goes if its exact Jaccard similarity to a document that
-   stays, and with which it shares a key, reaches the threshold. So every removed document has one that stays this near.
+1. Signatures: a hash of the content and one key for each band of MinHash (LSH). 2. Documents that share a key are
+candidates. 3. The word n-grams of all candidates. 4. Comparison, from the best candidate to the worst: a document goes
+if its exact Jaccard similarity to one that stays, and with which it shares a key, reaches the threshold.
 
-The best of two copies is the one with fewer HTML tags and entities in its text, then with more distinct n-grams, then
-of fewer bytes, then with the smaller id. Documents of `dedup.against` come before all others and always stay. The
-result depends neither on the executor nor on the order of the files.
+The best of two copies has fewer HTML tags and entities, then more distinct n-grams, then fewer bytes, then the smaller
+id. Documents of `dedup.against` come before all others and stay. Neither the executor nor the order of files matters.
 
 A word is a run of letters, numbers and marks (see `word_table`), a shingle the 64-bit hash of n words in a row, or of
 all words of a shorter text.
@@ -83,13 +80,14 @@ def _add(words, places, count, hashed, start, stop):  # type: ignore[no-untyped-
 
 
 @kernel
-def hash_words(data, i, end, table, words, places):  # type: ignore[no-untyped-def]
-    """Write hashes of the words in bytes [i, end) to `words`; return how many, and a hash of the whole text.
+def hash_words(data, offsets, text, table, words, places):  # type: ignore[no-untyped-def]
+    """Write hashes of the words of a text to `words`; return how many, and a hash of the whole text.
 
     The latter is of the text but for case and white space, and only without `places`. With these (int64 [words, 2], or
-    None), which receive the first and last + 1 byte of every word, HTML tags separate words.
+    None), which receive the first and last + 1 byte of every word in the text, HTML tags separate words.
     """
-    count, word, start, whole, blank = 0, np.uint64(0), i, np.uint64(0), False
+    begin, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
+    i, start, count, word, whole, blank = begin, begin, 0, np.uint64(0), np.uint64(0), False
     while i < end:
         code, size = decode(data, i)
         if places is not None and code == 0x3C:
@@ -108,12 +106,12 @@ def hash_words(data, i, end, table, words, places):  # type: ignore[no-untyped-d
             word = (word ^ (point + np.uint64(1))) * _PRIME
         else:
             if word != 0:
-                count, word = _add(words, places, count, word, start, i), np.uint64(0)
+                count, word = _add(words, places, count, word, start - begin, i - begin), np.uint64(0)
             if kind == SINGLE:
-                count = _add(words, places, count, point * _PRIME2, i, i + size)
+                count = _add(words, places, count, point * _PRIME2, i - begin, i + size - begin)
         i += size
     if word != 0:
-        count = _add(words, places, count, word, start, end)
+        count = _add(words, places, count, word, start - begin, end - begin)
     return count, mix(whole)
 
 
@@ -149,8 +147,7 @@ def _sign(
     room, rows = longest_text(offsets), a.size // keys.shape[0]
     words, runs, minima = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(a.size, np.uint32)
     for text in range(offsets.size - 1):
-        start, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
-        count, content[text] = hash_words(data, start, end, table, words, None)
+        count, content[text] = hash_words(data, offsets, text, table, words, None)
         minima[:] = np.uint32(0xFFFFFFFF)
         for i in range(shingles(words, count, ngram, content[text], runs)):
             x = np.uint32(runs[i] >> np.uint64(32))
@@ -182,8 +179,7 @@ def _shingle_sets(data: Array, offsets: Array, table: Array, ngram: int, out: Ar
     room, total = longest_text(offsets), 0
     words, runs = np.empty(room, np.uint64), np.empty(room, np.uint64)
     for text in range(sizes.size):
-        start, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
-        count, content = hash_words(data, start, end, table, words, None)
+        count, content = hash_words(data, offsets, text, table, words, None)
         distinct = np.unique(runs[: shingles(words, count, ngram, content, runs)])
         out[total : total + distinct.size] = distinct
         sizes[text] = distinct.size
@@ -300,8 +296,8 @@ def find_duplicates(
         order = np.argsort(keys, kind="stable")
         same = np.flatnonzero(np.diff(keys[order]) == 0)
         candidates[order[same]] = candidates[order[same + 1]] = True
-    np.save(scratch / "candidates.npy", candidates)
-    executor.map(partial(_gather, settings, scratch), tasks, scratch / "gather", threads=True, label="gathering")
+    gather = partial(_gather, settings, scratch, candidates)
+    executor.map(gather, tasks, scratch / "gather", threads=True, label="gathering")
     return _compare(settings, scratch, candidates, len(files), starts[released])
 
 
@@ -322,10 +318,9 @@ def _signatures(scratch: Path, files: int, row: int) -> np.ndarray:
     return np.concatenate([np.load(scratch / f"signatures-{k}.npy", mmap_mode="r")[row] for k in range(files)])
 
 
-def _gather(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int]) -> None:
+def _gather(settings: DedupSettings, scratch: Path, candidates: np.ndarray, task: tuple[int, Path, int]) -> None:
     """Pass 3: write the names of the candidates of one file, how many n-grams each has, and these end to end."""
-    number, path, start = task
-    candidates, names = np.load(scratch / "candidates.npy", mmap_mode="r"), [_NAMES.empty_table()]
+    (number, path, start), names = task, [_NAMES.empty_table()]
     with (scratch / f"sets-{number}").open("wb") as sets:
         for batch in read_documents(path, ["id", "source", "text"]):
             batch, start = batch.filter(pa.array(candidates[start : start + len(batch)])), start + len(batch)

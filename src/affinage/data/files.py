@@ -29,7 +29,6 @@ from affinage.data.executor import with_retries
 from affinage.data.json_files import encodable
 from affinage.errors import TransientError, UserError, first_line, is_transient
 
-CHUNK_BYTES = 1 << 16  # read at once
 CACHE_VARIABLE = "AFFINAGE_CACHE"
 _HASH = "#sha256="  # after a web address: the hash that the file must have; servers do not see it
 _WEB = ("http://", "https://")
@@ -50,7 +49,7 @@ _OPENERS: dict[str, Callable[[Any], Any]] = {
     ".xz": lzma.open,
     # Arrow's: zstandard's own takes a file that is cut off for a whole one. A small buffer loses little before damage.
     ".zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
-    "": lambda raw: io.BufferedReader(raw, CHUNK_BYTES),
+    "": lambda raw: io.BufferedReader(raw, 1 << 16),
 }
 
 
