@@ -228,24 +228,26 @@ def write_shard(
 
 def _put_array(place: str, name: str, array: np.ndarray) -> dict[str, Any]:
     """Write an array as .npy into a folder or at a URL; return {rows, bytes, sha256}."""
-    file = io.BytesIO()
-    np.save(file, array)
-    contents = file.getbuffer()
-    _put(place, name, contents)
-    return {"rows": len(array), "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    parts = (header.getvalue(), array.data.cast("B"))  # large arrays are not copied
+    _put(place, name, *parts)
+    digest = hashlib.sha256(parts[0])
+    digest.update(parts[1])
+    return {"rows": len(array), "bytes": sum(map(len, parts)), "sha256": digest.hexdigest()}
 
 
-def _put(place: str, name: str, contents: bytes | memoryview) -> None:
-    """Write a file into a folder or at a URL, whole or not at all."""
+def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
+    """Write a file of some parts into a folder or at a URL, whole or not at all."""
     if is_local(place):
         path = Path(fsspec.core.strip_protocol(place), name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, contents)
+        write_atomically(path, *parts)
         return
     with errors_at(place):
         filesystem, root = fsspec.core.url_to_fs(place)
         filesystem.makedirs(root, exist_ok=True)
-        upload(filesystem, f"{root}/{name}", bytes(contents))
+        upload(filesystem, f"{root}/{name}", b"".join(parts))
 
 
 def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks = MARKS, **facts: Any) -> dict[str, Any]:
