@@ -184,7 +184,7 @@ def _row(made: "Plan") -> dict[str, Any]:
     row: dict[str, Any] = {"slice": made.where.name, "chips": made.where.chips, "mesh": _mesh(made)}
     row |= {"fits": "nearly" if made.nearly_full else "yes" if made.fits else "no"}
     row |= {"memory_gib": made.memory.total / GiB, "of_gib": made.capacity / GiB, "step_time": made.time.seconds}
-    row |= {"tokens_per_second": round(made.tokens_per_second), "mfu": made.mfu and round(made.mfu, 3)}
+    row |= {"tokens_per_second": round(made.tokens_per_second), "mfu": made.mfu and round(made.mfu, 2)}
     row |= {"hours": made.seconds / 3600, "cost": made.cost, "cost_per_billion_tokens": made.cost_per_billion}
     return row | {"bound_by": made.time.bound}
 
