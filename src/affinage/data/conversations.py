@@ -75,15 +75,12 @@ def parse_pair(item: Item, id: str) -> Example:
     same = 0  # messages that both begin with, without what the assistant says last
     while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
         same += 1
-    prompt = [_message(each) for each in _question(item)] or chosen[:same]
-    if same and len({(each["role"], str(each["content"]).strip()) for each in (prompt[-1], chosen[same - 1])}) == 1:
-        prompt = chosen[:same]  # whole conversations, with the prompt beside them
-    if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    whole = same > 0 and chosen[0]["role"] != "assistant"  # they hold the prompt, which may stand beside them as well
+    prompt = [*([] if whole else map(_message, _question(item))), *chosen[:same]]
     if not prompt:
         raise UserError("a pair without a prompt", fix=_PAIR)
     prompt = [{**message, "train": False} for message in _with_system(prompt, item)]
-    talks = [[*prompt, *answer] for answer in (chosen, rejected)]
+    talks = [[*prompt, *answer[same:]] for answer in (chosen, rejected)]
     for talk in talks:
         check_messages(talk)
     return Example(id, talks, len(prompt))

@@ -1,8 +1,7 @@
 """Conversations, or pairs of answers, to token shards with a mask of what is trained: what all tuning reads.
 
-The parts of a source are divided into tasks. All read their lines once for the keys of their contents, from which
-follows what is sampled, limited and held out; then each writes its own lines as one shard of rows to train on and one
-of held-out rows. So all workers encode, and a run that was killed resumes with the missing shards.
+A task is some parts of a source. All read their lines once for the keys of their contents, from which follows what is
+sampled, limited and held out; then each writes its lines as one shard of rows to train on and one of held-out rows.
 """
 
 import itertools
@@ -186,10 +185,9 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]) -> Encoded | None:
-    """Return the tokens of a conversation, or of the sides of a pair, one after the other, and which are trained.
+    """Return the tokens of a conversation, or of the sides of a pair, and which are trained; None if nothing is.
 
-    Of a pair that is what follows the prompt. What is longer than a row is shortened or left out as `truncation` says,
-    and left out (None) if nothing trained remains.
+    What is longer than a row is shortened or left out, as `truncation` says.
     """
     talks, pair, seq_len, rule = line.talks, len(line.talks) > 1, task.seq_len, task.settings.truncation
     encode = partial(chat.encode_document, tokenizer=tokenizer, system_prompt=task.system_prompt)
@@ -204,9 +202,9 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
         while ends and len(sides[0][0]) > seq_len:
             talks = [talks[0][: ends.pop()]]
             sides = [encode(talks[0])]
-    counts["unstopped"] += sum(chat.unstopped_answers(*side, tokenizer.stops) for side in sides)
-    answers = sum(chat.is_trained(message) for talk in talks for message in talk)
-    rewritten = max(0, answers - sum(len(chat.trained_runs(trained)) for _, trained in sides))
+    said = [tokens[begin:end] for tokens, trained in sides for begin, end in chat.trained_runs(trained)]
+    counts["unstopped"] += sum(map(set(tokenizer.stops).isdisjoint, said))
+    rewritten = max(0, sum(chat.is_trained(message) for talk in talks for message in talk) - len(said))
     identical = pair and sides[0] == sides[1]
     thoughts = [text for message in talks[0] if (text := message.get(chat.REASONING, "").strip())]
     written = tokenizer.decode(sides[0][0]) if thoughts else ""
