@@ -114,12 +114,14 @@ def test_an_answer_is_trained_only_where_the_text_has_it_as_it_was_said():
     assert trained_text(*encode_conversation(talk[:4], tokenizer, ""), tokenizer) == first + thought
 
 
-@pytest.mark.parametrize("form", ["llama3", "qwen2_5_training", "qwen3_training", "phi3_training", "zephyr"])
-def test_answers_that_are_not_to_be_trained_are_not(form: str):
-    tokenizer = ours(form)
-    ids, trained = encode_conversation([PLAIN[0], {**PLAIN[1], "train": False}, *PLAIN[2:]], tokenizer, "")
-    assert ids == encode_conversation(PLAIN, tokenizer, "")[0]
-    assert forms.ANSWERS[1] in trained_text(ids, trained, tokenizer) and len(trained_runs(trained)) == 1
+PLAINLY = ("llama3", "qwen2_5_training", "qwen3_training", "phi3_training", "zephyr")
+
+
+@pytest.mark.parametrize(("form", "talk"), [*((form, PLAIN) for form in PLAINLY), ("lfm2_2_5", forms.REASONED)])
+def test_answers_that_are_not_to_be_trained_are_not(form: str, talk: list[dict[str, str]]):
+    ids, trained = encode_conversation([talk[0], {**talk[1], "train": False}, *talk[2:]], ours(form), "")
+    assert ids == encode_conversation(talk, ours(form), "")[0]
+    assert forms.ANSWERS[1] in trained_text(ids, trained, ours(form)) and len(trained_runs(trained)) == 1
 
 
 @pytest.mark.parametrize("form", ["llama3", "zephyr", "mistral", "qwen2_5", "qwen2_5_training", "gemma"])

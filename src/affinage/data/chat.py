@@ -5,6 +5,7 @@ differences: the text of a message never becomes a control token, and there is n
 shards must be the same tomorrow.
 """
 
+import itertools
 import json
 import os
 import re
@@ -124,24 +125,19 @@ class ChatTemplate:
         """
         text, blocks = self.render_blocks(messages)
         trained = [number for number, message in enumerate(messages) if is_trained(message)]
-        if self.marks_answers:
-            return text, self._answers_in_blocks(messages, trained, text, blocks)
-        spans = self._answers_of_like_turns(messages, trained, text)
-        return text, self._answers_by_prefixes(messages, trained, text) if spans is None else spans
-
-    def _answers_in_blocks(self, messages: Talk, trained: Sequence[int], text: str, blocks: list[Span]) -> list[Span]:
-        spans: list[Span] = []
+        if not self.marks_answers:
+            spans = self._answers_of_like_turns(messages, trained, text)
+            return text, self._answers_by_prefixes(messages, trained, text) if spans is None else spans
+        said = "".join(text[begin:end] for begin, end in blocks)
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        edges = [begin for begin, _ in blocks]
-        if len(blocks) != len(answers):  # several for an answer, or one for the end of the text
-            before = (self.render(messages[:number]) if number else "" for number in answers)
-            edges = [len(os.path.commonprefix([prefix, text])) for prefix in before]  # noqa: RUF071 (characters)
-        for number, begin, end in zip(answers, edges, [*edges[1:], len(text) + 1], strict=True):
+        for number, following in itertools.pairwise([*answers, len(messages)]):
             if number in trained:
-                own = [block for block in blocks if begin <= block[0] < end]
-                _check_written(messages, number, "".join(text[start:stop] for start, stop in own))
-                spans += own
-        return spans
+                _check_written(messages, number, said)
+            else:
+                before = (self.render(messages[:count]) if count else "" for count in (number, following))
+                begin, end = (len(os.path.commonprefix([part, text])) for part in before)  # noqa: RUF071 (characters)
+                blocks = [block for block in blocks if not begin <= block[0] < end]
+        return text, blocks
 
     @cached_property
     def seams(self) -> tuple[str, str, str, str, str] | None:

@@ -57,7 +57,7 @@ class Example:
 def parse_conversation(item: Item, id: str) -> Example:
     """Return the conversation of a line, its text in NFC, by its keys. Raises UserError for a line that is none."""
     answer = next((item[key] for key in _ANSWERS if key in item), None)
-    messages = next((item[key] for key in _MESSAGES if isinstance(item.get(key), list)), [])
+    messages: list[Any] = next((item[key] for key in _MESSAGES if isinstance(item.get(key), list)), [])
     if not messages and answer is not None and (question := _question(item)):
         messages = [*question, *_turns(answer, "assistant")]
     if not messages:
@@ -88,8 +88,9 @@ def parse_pair(item: Item, id: str) -> Example:
 
 def _question(item: Item) -> list[Any]:
     """Return the messages before the answer: a prompt, or an instruction with the text that it is about; or nothing."""
-    if question := next((item[key] for key in _QUESTIONS if item.get(key) not in (None, [])), None):
-        return _turns(question, "user")
+    for key in _QUESTIONS:
+        if item.get(key) not in (None, []):
+            return _turns(item[key], "user")
     about = item.get("input") or item.get("context")
     parts = [str(part) for part in (item.get("instruction"), about) if part]
     return _turns("\n\n".join(parts), "user") if "instruction" in item else []

@@ -192,20 +192,13 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
     talks, pair, seq_len, rule = line.talks, len(line.talks) > 1, task.seq_len, task.settings.truncation
     encode = partial(chat.encode_document, tokenizer=tokenizer, system_prompt=task.system_prompt)
     sides = [encode(talk) for talk in talks]
-    counts["unspelled"] += sum(tokenizer.unspelled(message["content"]) for message in line.messages)
-    too_long = sum(len(ids) for ids, _ in sides) > seq_len
-    if too_long and rule == "drop":
-        counts["dropped"] += 1
-        return None
+    too_long, identical = sum(len(ids) for ids, _ in sides) > seq_len, pair and sides[0] == sides[1]
     if rule == "drop_turns":
         ends = [number for number, message in enumerate(talks[0][:-1], 1) if message["role"] == "assistant"]
         while ends and len(sides[0][0]) > seq_len:
             talks = [talks[0][: ends.pop()]]
             sides = [encode(talks[0])]
     said = [tokens[begin:end] for tokens, trained in sides for begin, end in chat.trained_runs(trained)]
-    counts["unstopped"] += sum(map(set(tokenizer.stops).isdisjoint, said))
-    rewritten = max(0, sum(chat.is_trained(message) for talk in talks for message in talk) - len(said))
-    identical = pair and sides[0] == sides[1]
     thoughts = [text for message in talks[0] if (text := message.get(chat.REASONING, "").strip())]
     written = tokenizer.decode(sides[0][0]) if thoughts else ""
     length, marks = seq_len // 2 if pair and too_long else seq_len, tokenizer.conversation_marks
@@ -214,11 +207,17 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
             del tokens[length:], trained[length:]
             if marks.begin is None:  # what follows in the row is kept apart by the last token alone
                 tokens[-1], trained[-1] = marks.end, False
-    if not all(any(trained) for _, trained in sides) or (pair and sides[0] == sides[1]):
+    nothing = (pair and sides[0] == sides[1]) or not all(any(trained) for _, trained in sides)
+    if nothing or (too_long and rule == "drop"):
         counts.update(dropped=1, identical=identical)
         return None
-    reasoning_dropped = bool(thoughts) and not any(text in written for text in thoughts)
-    counts.update(truncated=too_long, rewritten=rewritten, reasoning_dropped=reasoning_dropped)
+    counts.update(
+        truncated=too_long,
+        rewritten=max(0, sum(chat.is_trained(message) for talk in talks for message in talk) - len(said)),
+        unstopped=sum(map(set(tokenizer.stops).isdisjoint, said)),
+        unspelled=sum(tokenizer.unspelled(message["content"]) for message in line.messages),
+        reasoning_dropped=bool(thoughts) and not any(text in written for text in thoughts),
+    )
     if not pair and tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
         before = next(number for number, message in enumerate(talks[0]) if message["role"] == "assistant")
         prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []
