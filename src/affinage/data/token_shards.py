@@ -6,7 +6,7 @@
              row_bytes-00012-of-00359.npy      int64 [rows], of held-out text: UTF-8 bytes that a row predicts
              shards.json                       counts, and size and SHA-256 of every file; written last
 
-Rows are numbered through all shards of a folder. With a URL, the tokens are there alone, and copies of the rest.
+Rows are numbered through all shards of a folder. With a URL, the tokens are there, and the rest is here.
 """
 
 import contextlib
@@ -30,17 +30,9 @@ from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError, is_transient
 
 FACTS = "shards.json"
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("source", pa.string()),
-        ("url", pa.string()),
-        ("row", pa.int64()),  # of the shard
-        ("start", pa.int32()),  # tokens [start, stop) of the row ...
-        ("stop", pa.int32()),
-        ("offset", pa.int64()),  # ... are the document's, <s> included, from this one on
-    ]
-)
+# Tokens [start, stop) of a row of the shard are the document's from its token `offset` on, <s> included.
+_COLUMNS = {"row": pa.int64(), "start": pa.int32(), "stop": pa.int32(), "offset": pa.int64()}
+SCHEMA = pa.schema(dict.fromkeys(("id", "source", "url"), pa.string()) | _COLUMNS)
 _AGAIN = "The folder was changed after it was written: run the step that writes it again, with --force."
 
 # ---- places ----
@@ -218,11 +210,10 @@ def write_shard(
         counts["row_bytes"] = int(row_bytes.sum())
     of_pieces = [documents[number] for number in layout.document.tolist()]
     spans = {name: [getattr(document, name) for document in of_pieces] for name in ("id", "source", "url")}
-    spans |= {name: getattr(layout, name) for name in ("row", "start", "stop", "offset")}
+    spans |= {name: getattr(layout, name) for name in _COLUMNS}
     table = io.BytesIO()
     pq.write_table(pa.table(spans, SCHEMA), table, compression="zstd", row_group_size=65_536)
-    for place in dict.fromkeys((here, url or here)):
-        _put(place, shard_file("documents", shard, shards), table.getvalue())
+    _put(here, shard_file("documents", shard, shards), table.getvalue())
     return counts
 
 
@@ -253,15 +244,12 @@ def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
 def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks = MARKS, **facts: Any) -> dict[str, Any]:
     """Write shards.json of a folder, last: a folder that has it is complete. Return its content.
 
-    It holds the sums of what `write_shard` counted, all files, and `facts`. With a `url` in these a copy of it goes
-    there.
+    It holds the sums of what `write_shard` counted, all files, and `facts`, among them the `url` of the tokens.
     """
     sums = {key: sum(shard[key] for shard in shards) for key, count in shards[0].items() if isinstance(count, int)}
     files = {name: about for shard in shards for name, about in shard["files"].items()}
     facts = sums | facts | ({} if marks == MARKS else {"marks": marks._asdict()}) | {"files": files}
     write_json(folder / FACTS, facts)
-    if url := facts.get("url", ""):
-        executor.with_retries(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)
     return facts
 
 
@@ -321,7 +309,7 @@ class TokenShards:
         rows: set[int] = set()
         for shard, first in enumerate(self.starts[:-1].tolist()):
             table = self._documents_of(shard, ("id", "==", id), ("source", "==", source))
-            row, start, stop, offset = (table.column(name).to_numpy() for name in ("row", "start", "stop", "offset"))
+            row, start, stop, offset = (table.column(name).to_numpy() for name in _COLUMNS)
             for begin, end in ranges:
                 rows.update((first + row[(offset < end) & (offset + stop - start > begin)]).tolist())
         return sorted(rows)
@@ -329,24 +317,19 @@ class TokenShards:
     def read(self, rows: Integer[np.ndarray, " n"]) -> tuple[Integer[np.ndarray, "n S"], Integer[np.ndarray, "n S"]]:
         """Return the tokens of rows by their numbers, int32, and a mask, uint8, 1 where they are trained on."""
         shards = np.searchsorted(self.starts, rows, side="right") - 1
-        within = (rows - self.starts[shards]).tolist()
-        tokens = np.empty((len(rows), self.seq_len), np.int32)
-        mask = np.ones(tokens.shape, np.uint8)
-        if not self._shards:
-            tokens[:] = self._download(shards.tolist(), within)
-        for line, (shard, row) in enumerate(zip(shards.tolist(), within, strict=True)):
-            if self._shards:
-                tokens[line] = self._shards[shard][row]
-            if self._masks:
-                mask[line] = self._masks[shard][row]
-        return tokens, mask
+        places = list(zip(shards.tolist(), (rows - self.starts[shards]).tolist(), strict=True))
+        lines = [self._shards[shard][row] for shard, row in places] if self._shards else self._download(places)
+        tokens = np.concatenate(lines).reshape(-1, self.seq_len).astype(np.int32)
+        if not self._masks:
+            return tokens, np.ones(tokens.shape, np.uint8)
+        return tokens, np.concatenate([self._masks[shard][row] for shard, row in places]).reshape(tokens.shape)
 
-    def _download(self, shards: list[int], rows: list[int]) -> Integer[np.ndarray, "n S"]:
+    def _download(self, places: list[tuple[int, int]]) -> list[np.ndarray]:
         """Read rows at the URL, each by a range request, all at the same time where the file system can."""
         url, dtype = self.facts["url"], np.dtype(self.facts["dtype"])
-        names, size = [self.names[shard] for shard in shards], self.seq_len * dtype.itemsize
-        files = [self.facts["files"][name] for name in names]
-        begins = [file["bytes"] - (file["rows"] - row) * size for file, row in zip(files, rows, strict=True)]
+        names, size = [self.names[shard] for shard, _ in places], self.seq_len * dtype.itemsize
+        files = [(self.facts["files"][name], row) for name, (_, row) in zip(names, places, strict=True)]
+        begins = [file["bytes"] - (file["rows"] - row) * size for file, row in files]
 
         def ranges() -> list[bytes]:
             with errors_at(url):
@@ -354,10 +337,10 @@ class TokenShards:
                 paths, ends = [f"{path}/{name}" for name in names], [begin + size for begin in begins]
                 return list(filesystem.cat_ranges(paths, begins, ends, on_error="raise"))
 
-        contents = b"".join(executor.with_retries(ranges, url))
-        if len(contents) != len(rows) * size:
-            raise UserError(f"{len(contents)} bytes came instead of {len(rows) * size}", where=url, fix=_AGAIN)
-        return np.frombuffer(contents, dtype).reshape(-1, self.seq_len)
+        contents = executor.with_retries(ranges, url)
+        if {*map(len, contents)} != {size}:
+            raise UserError(f"a row is not of {size} bytes there", where=url, fix=_AGAIN)
+        return [np.frombuffer(row, dtype) for row in contents]
 
 
 def find_shard_folders(folder: Path) -> dict[str, Path]:
