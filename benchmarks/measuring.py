@@ -86,7 +86,7 @@ def trainer_of(graph: Any, settings: Any, mesh: dict[str, int | str], batch: Any
     """Return a Trainer on as many of this machine's devices as the mesh names, for its steps alone: it has no feed."""
     from affinage.config.training import ParallelSettings
     from affinage.hardware.devices import acquire
-    from affinage.parallel import make_mesh
+    from affinage.parallel.sharding import make_mesh
     from affinage.training import TrainJob
     from affinage.training.trainer import Trainer
 

@@ -18,7 +18,7 @@ from affinage.checkpoint import CheckpointStore
 from affinage.config.recipe import RuntimeSettings
 from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.model import ApplyConfig, Graph, init_params, parse
-from affinage.parallel import MeshLayout, make_mesh
+from affinage.parallel.sharding import MeshLayout, make_mesh
 from affinage.parallel.strategy import Strategy
 from affinage.results import read_json_lines
 from affinage.training import TrainJob
@@ -136,16 +136,10 @@ class Kept:
     def adapt(self, call: ApplyConfig) -> ApplyConfig:
         return call
 
-    def compile_training(self, step: Any, state: Any, batch: Any) -> Any:
-        return self._kept("training", step, state, batch)
-
-    def compile_evaluation(self, step: Any, params: Any, batch: Any) -> Any:
-        return self._kept("evaluation", step, params, batch)
-
-    def _kept(self, kind: str, step: Any, state: Any, batch: Any) -> Any:
-        key = f"{kind} {json.dumps(self.key)} {jax.tree.leaves(state)[0].sharding.mesh.devices} {batch}"
+    def compile(self, step: Any, state: Any, batch: Any, *, donate: bool) -> Any:
+        key = f"{donate} {json.dumps(self.key)} {jax.tree.leaves(state)[0].sharding.mesh.devices} {batch}"
         if key not in self.programs:
-            self.programs[key] = getattr(Strategy(), f"compile_{kind}")(step, state, batch)
+            self.programs[key] = Strategy().compile(step, state, batch, donate=donate)
         return self.programs[key]
 
 

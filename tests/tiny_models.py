@@ -22,7 +22,8 @@ from affinage.model.graph import parse
 CONTEXT = 96
 VOCABULARY = 420
 FIRST_PIECE = 266  # after the ten fixed ids and the 256 bytes
-LLAMA = tiny_graphs.llama(layers=1, vocabulary=VOCABULARY, attention={"kv_heads": 2})
+GROUPED = {"kv_heads": 2}
+LLAMA = tiny_graphs.llama(layers=1, vocabulary=VOCABULARY, attention=GROUPED)
 
 _TEXT = [
     "The capital of France is Paris, and the currency of Japan is the yen.",
@@ -41,29 +42,30 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(folder)
 
 
-def _initialise(graph, seed):
-    return jax.jit(partial(init_params, graph))(jax.random.key(seed))  # jitted, it compiles once instead of per weight
+def model_of(mapping, seed: int = 0) -> LoadedModel:
+    """A model of random weights with the tokenizer."""
+    graph = parse(mapping)
+    params = jax.jit(partial(init_params, graph))(jax.random.key(seed))  # jitted, it compiles once, not for each weight
+    return LoadedModel(graph, params, tokenizer(), "tiny", CONTEXT)
 
 
 @lru_cache
 def tiny_llama(seed: int = 0, scale: float = 6.0, layers: int = 1) -> LoadedModel:
     """Layers of width 32 with grouped queries. Weights are scaled up, so that the most likely token varies.
 
-    What is compared with another implementation takes two layers: of one alone, no order can be wrong.
-
-    The logits of control tokens and of single bytes are 0, so that it says text, if not sense.
+    What is compared with another implementation takes two layers: of one alone, no order can be wrong. The logits of
+    control tokens and of single bytes are 0, so that it says text, if not sense.
     """
-    graph = parse(tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, attention={"kv_heads": 2}))
-    params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, _initialise(graph, seed))
+    model = model_of(tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, attention=GROUPED), seed)
+    params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, model.params)
     words = jnp.arange(VOCABULARY) >= FIRST_PIECE
     params["logits"]["kernel"] = params["logits"]["kernel"] * words[:, None]
-    return LoadedModel(graph, params, tokenizer(), "tiny", CONTEXT)
+    return replace(model, params=params)
 
 
 @partial(jax.jit, static_argnames="graph")
 def _all_logits(graph, params, row):
-    lazy, _ = logits_of(graph, params, row, "float32")
-    return lazy.array()
+    return logits_of((graph, "float32", None), params, {"tokens": row})[0].array()
 
 
 def full_logits(model: LoadedModel, tokens: Sequence[int]) -> np.ndarray:
@@ -84,21 +86,6 @@ def with_template(template: str | None, system_prompt: str) -> LoadedModel:
     return replace(tiny_llama(), tokenizer=Tokenizer(tokenizer().folder, template), system_prompt=system_prompt)
 
 
-@lru_cache
-def tiny_gpt2() -> LoadedModel:
-    """GPT-2 of width 32: learned positions, layer norms, biases, tied embeddings."""
-    graph = parse(tiny_graphs.gpt2(vocabulary=VOCABULARY, context=CONTEXT))
-    return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny-gpt2", CONTEXT)
-
-
-@lru_cache
-def tiny_mixtral() -> LoadedModel:
-    """`tiny_llama` of two layers with four experts, two for each token."""
-    experts = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24, "z_loss_weight": 0.0}
-    graph = parse(tiny_graphs.llama(layers=2, vocabulary=VOCABULARY, attention={"kv_heads": 2}, ffn=experts))
-    return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny", CONTEXT)
-
-
 def fused_experts(tensors):
     """Mixtral's files have a tensor for each expert; transformers 5 holds them in one and calls the layer `mlp`."""
     merged, experts = {}, {}
@@ -109,9 +96,8 @@ def fused_experts(tensors):
         else:
             merged[layer] = np.array(array)
     for prefix, arrays in experts.items():
-        w1, w2, w3 = (
-            np.stack([arrays[f"{e}.{w}.weight"] for e in range(len(arrays) // 3)]) for w in ("w1", "w2", "w3")
-        )
+        numbers = range(len(arrays) // 3)
+        w1, w2, w3 = (np.stack([arrays[f"{e}.{w}.weight"] for e in numbers]) for w in ("w1", "w2", "w3"))
         merged |= {f"{prefix}gate_up_proj": np.concatenate([w1, w3], axis=1), f"{prefix}down_proj": w2}
     return merged
 
@@ -123,9 +109,8 @@ def in_transformers(graph, params, context: int = CONTEXT):
 
     family = family_of(graph)
     config = family.to_config(graph, context=context)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config.pop("model_type"), **config), attn_implementation="eager"
-    )
+    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     tensors = fused_experts(family.to_tensors(jax.device_get(params), graph))
     missing = model.load_state_dict({name: torch.tensor(array) for name, array in tensors.items()}, strict=False)
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}

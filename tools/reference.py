@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
 import affinage.model.layers  # noqa: F401  the kinds register themselves
-from affinage.cli.program import app
+from affinage.cli import app
 from affinage.config.load import packaged_recipes
 from affinage.config.recipe import TRAININGS, Recipe
 from affinage.config.settings import Settings, classes_in

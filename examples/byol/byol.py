@@ -39,7 +39,7 @@ from affinage.model import ApplyConfig, Graph, Loss, abstract_params, apply, ini
 from affinage.model.forward import apply_node
 from affinage.model.graph import Node
 from affinage.model.layer import Cost, Layer, LayerContext, ParamSpec, PyTree, Shape, ShapeMismatch, register_layer
-from affinage.model.layers.dense import NormSettings, dense, dense_flops, dense_parameters
+from affinage.model.layers.dense import NormSettings, dense, dense_parameters
 from affinage.training import TrainJob, train
 from affinage.training.state import Purpose, random_key
 
@@ -180,7 +180,7 @@ def _layers(params: PyTree, x: Float[Array, "*N D"], context: LayerContext) -> F
 
 
 def _layers_flops(widths: tuple[int, ...], rows: int) -> int:
-    flops = [dense_flops(inputs, outputs, rows) for inputs, outputs in pairwise(widths)]
+    flops = [2 * rows * inputs * outputs for inputs, outputs in pairwise(widths)]
     return sum(flops)
 
 
@@ -245,7 +245,7 @@ class Encoder(Layer):
         height, width, channels = _image(inputs[0])
         for layer, after in enumerate(self.hidden if self.net == "conv" else ()):
             pairs = _taps(height >> layer) * _taps(width >> layer)
-            total += dense_flops(channels, after, rows * pairs)
+            total += 2 * rows * pairs * channels * after
             channels = after
         return Cost(matmul=total)
 

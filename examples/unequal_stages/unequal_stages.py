@@ -19,7 +19,8 @@ from jaxtyping import Array
 
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.model import ApplyConfig, Graph, Loss, abstract_params, apply_part, decayed, init_params, logical_axes
+from affinage.model import ApplyConfig, Graph, Loss, abstract_params, decayed, init_params, logical_axes
+from affinage.model.forward import apply_part
 from affinage.parallel.sharding import MeshLayout, replicated
 from affinage.training.optimizer import make_optimizer
 from affinage.training.state import Purpose, TrainState, random_key

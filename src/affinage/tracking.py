@@ -9,11 +9,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from uuid import uuid4
 
 from flax.traverse_util import flatten_dict
 
@@ -22,14 +20,11 @@ from affinage.registry import Registry
 from affinage.secrets import masked
 
 WAITING = 1000  # the most lines that wait for a tracker; it loses those beyond
-TO_CLOSE = 30.0  # seconds at the end, for all trackers together ...
-_WHEN_PREEMPTED = 5.0  # ... and after a signal
-
 Ending = Literal["finished", "stopped", "failed"]  # done; preempted, and to be resumed; by an error
+TO_CLOSE: dict[Ending, float] = {"finished": 30.0, "failed": 30.0, "stopped": 5.0}  # seconds, for all trackers together
 
 
-@dataclass(frozen=True)
-class TrackedRun:
+class TrackedRun(NamedTuple):
     """A training, as trackers see it."""
 
     name: str  # recipe/training
@@ -37,7 +32,7 @@ class TrackedRun:
     runs: Path = Path()  # the folder of all runs, for what is written on this machine
     id: str = ""  # of the tracker at the training's first start; "" at that start
     start: int = 0  # the step that it resumes from
-    facts: Mapping[str, Any] = field(default_factory=dict)  # JSON-able: settings, mesh, versions
+    facts: Mapping[str, Any] = {}  # JSON-able: settings, mesh, versions
 
 
 class Tracker(NamedTuple):
@@ -50,9 +45,7 @@ class Tracker(NamedTuple):
 
 Starts = Mapping[str, Callable[[TrackedRun], Tracker]]  # what starts each tracker, by its name
 _TRACKERS: Registry[Callable[..., Tracker]] = Registry("tracker")
-# Decorator of a function that begins a TrackedRun, or resumes what is called `run.id`. Its options in a recipe are its
-# keyword arguments.
-tracker = _TRACKERS.register
+tracker = _TRACKERS.register  # decorator of a function of a TrackedRun, and of the options that a recipe gives
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 
 
@@ -78,8 +71,8 @@ def trackers_of(trackers: Mapping[str, Mapping[str, Any]]) -> Starts:
 class Trackers:
     """The trackers of a training. While entered, `log` hands lines over, which takes microseconds.
 
-    Each of the `starts` runs in its tracker's own thread, because its imports may take seconds. Ids are kept in the
-    training's `folder`, in `tracker-NAME.id`. A tracker that fails, hangs or is too slow is reported once, to `say`.
+    Each of the `starts` runs in its own thread, because it imports for seconds; its id is kept in `folder`. A tracker
+    that fails, hangs or is too slow is reported once, to `say`.
     """
 
     def __init__(self, starts: Starts, run: TrackedRun, folder: Path, say: Callable[[str], None]) -> None:
@@ -102,7 +95,7 @@ class Trackers:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         ending: Ending = "finished" if kind is None else "stopped" if issubclass(kind, Preempted) else "failed"
-        until = time.monotonic() + (_WHEN_PREEMPTED if ending == "stopped" else TO_CLOSE)
+        until = time.monotonic() + TO_CLOSE[ending]
         for lines in self._lines.values():
             lines.put(ending)
         for name, thread in self._threads.items():
@@ -111,11 +104,10 @@ class Trackers:
                 self._report(name, "does not finish; it is left behind")
 
     def _deliver(self, name: str) -> None:
-        """What the thread of a tracker does."""
         id_file = self._folder / f"tracker-{name}.id"
         with self._errors_reported(name):
             known = id_file.read_text(encoding="utf-8") if id_file.exists() else ""
-            tracker = self._starts[name](replace(self._run, id=known))
+            tracker = self._starts[name](self._run._replace(id=known))
             id_file.write_text(tracker.id, encoding="utf-8")
             while not isinstance(line := self._lines[name].get(), str):
                 with self._errors_reported(name):
@@ -142,18 +134,14 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     return {path if "/" in path else f"train/{path}": value for path, value in numbers.items()}
 
 
-# ---- the trackers, each of which imports its library when it starts ----
-
-
 @tracker("tensorboard")
 def _tensorboard(run: TrackedRun) -> Tracker:
     """Event files by tensorboardX, in a folder for each training, which is the id."""
     from tensorboardX import SummaryWriter
 
     folder = str(run.runs / "tensorboard" / run.name)
-    # What an earlier start wrote of later steps is hidden. Files are read in the order of their names.
-    name, purge_step = f".{time.time_ns()}", run.start + 1 if run.id else None
-    writer = SummaryWriter(folder, purge_step=purge_step, filename_suffix=name)
+    purge_step = run.start + 1 if run.id else None  # what an earlier start wrote of later steps is hidden
+    writer = SummaryWriter(folder, purge_step=purge_step, filename_suffix=f".{time.time_ns()}")  # read in this order
     writer.add_text("settings", f"```\n{json.dumps(run.facts, indent=1)}\n```", run.start)
 
     def log(step: int, values: Mapping[str, float]) -> None:
@@ -166,12 +154,11 @@ def _tensorboard(run: TrackedRun) -> Tracker:
 
 @tracker("wandb")
 def _weights_and_biases(run: TrackedRun, project: str = "", mode: str = "offline") -> Tracker:
-    """A run with the same id at every start; offline, a folder for each start, for `wandb sync`."""
+    """One run of all starts, offline for `wandb sync`; neither command line, environment nor code is sent."""
     import wandb
 
-    run.runs.mkdir(parents=True, exist_ok=True)  # neither command line, environment nor code is sent:
-    off = "silent disable_git disable_code disable_job_creation x_disable_meta x_disable_stats".split()
-    settings: dict[str, Any] = {"console": "off", **dict.fromkeys(off, True)}
+    names = "silent disable_git disable_code disable_job_creation x_disable_meta x_disable_stats".split()
+    settings: dict[str, Any] = {"console": "off", **dict.fromkeys(names, True)}
     how: dict[str, Any] = {"project": project or run.recipe, "name": run.name, "mode": mode}
     how |= {"id": run.id or None, "resume": "allow", "config": dict(run.facts), "dir": str(run.runs)}
     started = wandb.init(settings=wandb.Settings(**settings), **how)
@@ -189,7 +176,7 @@ def _trackio(run: TrackedRun, project: str = "") -> Tracker:
     os.environ["TRACKIO_DIR"] = str(run.runs / "trackio")
     import trackio
 
-    name = run.id or f"{run.name}-{uuid4().hex[:8]}"
+    name = run.id or f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     how: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False, "resume": "allow"}
     started = trackio.init(project=project or run.recipe, name=name, config=dict(run.facts), **how)
     return Tracker(name, lambda step, values: started.log(dict(values), step=step), lambda ending: started.finish())
@@ -198,18 +185,15 @@ def _trackio(run: TrackedRun, project: str = "") -> Tracker:
 @tracker("mlflow")
 def _mlflow(run: TrackedRun, uri: str = "", experiment: str = "") -> Tracker:
     """An MLflow run on a server, or in a database on this machine."""
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its seven take four minutes
     import mlflow
 
     mlflow.set_tracking_uri(uri or f"sqlite:///{run.runs / 'mlflow.db'}")
     mlflow.set_experiment(experiment or run.recipe)
     info = mlflow.start_run(run_id=run.id or None, run_name=run.name).info
     if not run.id:
-        facts = flatten_dict(dict(run.facts), sep="/")
-        mlflow.log_params({name: str(value)[:500] for name, value in facts.items()})
-    endings = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+        mlflow.log_params({name: str(value)[:500] for name, value in flatten_dict(dict(run.facts), sep="/").items()})
     return Tracker(
         str(info.run_id),
         lambda step, values: mlflow.log_metrics(dict(values), step=step),
-        lambda ending: mlflow.end_run(endings[ending]),
+        lambda ending: mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending]),
     )

@@ -1,22 +1,20 @@
 """`checkpoint` and `eval`: what a script and a person learn, and what is not passed off as something else."""
 
 import json
-from contextlib import contextmanager
+import re
 from pathlib import Path
 
 from affinage.checkpoint.store import METADATA
 from affinage.pipeline.models import resolve, results_folder
 from benchmark_fixtures import write_items
 from choice_task import sums, write_task
+from source_forms import write_lines
 
 
-@contextmanager
-def rotten(path):
-    """Inside, a bit near its end is another."""
+def flip(path: Path) -> None:
+    """A bit near its end becomes another, or what it was."""
     whole = path.read_bytes()
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    yield
-    path.write_bytes(whole)
 
 
 def test_steps_their_arrays_and_facts_are_shown_and_what_is_corrupted_is_named(affinage, own_runs):
@@ -27,8 +25,7 @@ def test_steps_their_arrays_and_facts_are_shown_and_what_is_corrupted_is_named(a
     checkpoints = own_runs / "tiny" / "pretrain" / "checkpoints"
     (checkpoints / "99").mkdir()
     status, found, _ = said("ls", "tiny/pretrain")
-    steps = [(each["step"], bool(each["why_not"])) for each in found]
-    assert status == 0 and steps == [(18, False), (20, False), (99, True)]
+    assert status == 0 and [(each["step"], bool(each["why_not"])) for each in found] == [(18, 0), (20, 0), (99, 1)]
     assert all(each["bytes"] > 0 and each["saved"] for each in found[:2])
     _, newest, _ = said("show", "tiny/pretrain")
     assert newest["step"] == 20 and newest["identity"]["schedule"]["peak_lr"] == 3e-3
@@ -38,43 +35,38 @@ def test_steps_their_arrays_and_facts_are_shown_and_what_is_corrupted_is_named(a
 
     status, found, _ = said("verify", "tiny/pretrain")
     assert status == 0 and [(each["step"], each["corruption"]) for each in found] == [(18, None), (20, None)]
-    with rotten(next(iter((checkpoints / "18" / "params").glob("d/*")))):
-        status, found, error = said("verify", "tiny/pretrain")
-        assert status == 2 and "1 of 2" in error and [each["step"] for each in found if each["corruption"]] == [18]
-        assert [said("verify", f"tiny/pretrain@{step}")[0] for step in (18, 20)] == [2, 0]
-    with rotten(checkpoints / "18" / METADATA):
-        status, _, error = said("show", "tiny/pretrain@18")
-        assert status == 2 and METADATA in error
+    flip(array := next((checkpoints / "18" / "params").glob("d/*")))
+    status, found, error = said("verify", "tiny/pretrain")
+    assert status == 2 and "1 of 2" in error and [each["step"] for each in found if each["corruption"]] == [18]
+    assert [said("verify", f"tiny/pretrain@{step}")[0] for step in (18, 20)] == [2, 0]
+    flip(array)
+    flip(checkpoints / "18" / METADATA)
+    status, _, error = said("show", "tiny/pretrain@18")
+    assert status == 2 and METADATA in error
 
 
-def flat(text: str) -> str:
-    return " ".join(text.split())
-
-
-def test_tasks_for_chat_models_and_those_asked_in_the_template_are_named(own_runs: Path, monkeypatch, affinage):
-    monkeypatch.chdir(own_runs.parent)
-    plain, talk = (write_task(Path(name), name, sums(2)) for name in ("plain", "talk"))
-    talk.write_text(talk.read_text() + "tag: chat\n")
-
-    def told(model: str) -> str:
-        status, out, said = affinage("eval", model, "--tasks", f"{plain},{talk}")
-        assert status == 0, said
-        return flat(out)
-
-    assert "so left out: talk" in (base := told("tiny/pretrain")) and "Asked in" not in base
-    assert "in the chat template: talk" in (chat := told("tiny")) and "left out" not in chat
-
-
-def test_cut_items_and_items_in_the_text_are_reported(own_runs: Path, monkeypatch, affinage, answer):
+def test_tasks_that_are_left_out_items_that_are_cut_and_items_in_the_text_are_in_the_tables(
+    own_runs: Path, monkeypatch, affinage, answer
+):
     monkeypatch.chdir(own_runs.parent)
     items = sums(3)
     items[1]["question"] *= 40
     items[2]["question"] = answer("data", "head", "tiny", "--part", "train", "--limit", "1")[0]["text"][:300]
-    task, piqa = write_task(Path("task"), "plain", items), str(write_items(Path("items"), ["piqa"], copies=2))
-    status, out, said = affinage("eval", "tiny/pretrain", "--tasks", f"{task},piqa", "--data-dir", piqa)
-    assert status == 0, said
-    assert "longer than the context of 64 tokens" in flat(out) and "2 of plain" in flat(out)
-    assert "plain 3 1 acc" in flat(out) and "without them" in out
+    plain, talk, task = (write_task(Path(name), name, sums(2)) for name in ("plain", "talk", "task"))
+    talk.write_text(talk.read_text() + "tag: chat\n")
+    write_lines(task.with_name("items.jsonl"), items)
+    piqa = str(write_items(Path("items"), ["piqa"], copies=2))
+
+    def told(model: str, *words: object) -> str:
+        status, out, said = affinage("eval", model, "--tasks", ",".join(map(str, words[:2])), *map(str, words[2:]))
+        assert status == 0, said
+        return " ".join(out.split())
+
+    assert "for chat models only: talk" in (base := told("tiny/pretrain", plain, talk)) and "chat template" not in base
+    assert "in chat template" in (chat := told("tiny", plain, talk)) and "talk" in chat and "left out" not in chat
+    cut = told("tiny/pretrain", task, "piqa", "--data-dir", piqa)
+    assert "items cut" in cut and re.search("task acc [^ ]+ [^ ]+ [^ ]+ 3 2 ", cut), "2 of 3 are longer than 64 tokens"
+    assert "task 3 1 acc" in cut and "without them" in cut
 
 
 def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):

@@ -24,7 +24,6 @@ chat nobody                                                        `nobody`
 generate a@b x                                                     `a@b`
 eval runs/x                                                        `runs/x`
 compare nobody no-one                                              `nobody`
-plan quickstart --on v9-8                                          `v9-8`
 sweep TINY                                                         sweep
 launch quickstart --processes 2 --min-processes 2                  Ray
 launch quickstart --processes 2 --min-processes 3 --on ray         --processes 2
@@ -41,6 +40,7 @@ train                                                              RECIPE
 BROKEN = """
 run empty.yaml                                                     empty.yaml
 run latin.yaml                                                     latin.yaml | UTF-8
+sweep grid.yaml                                                    grid.yaml:3 | pretrain.schedule.peak_lr
 run LONG.yaml                                                      there is no recipe
 data TINY --runs file                                              file
 report damaged                                                     recipe.json
@@ -50,6 +50,7 @@ compare other other                                                quiz.jsonl
 compare step step                                                  step: | no model
 generate imported hello                                            model.json
 import bare --to model                                             bare
+import https://hub/gpt2 --to model                                 https://hub/gpt2: a model is named
 world file                                                         file
 world dangling/x                                                   dangling: | a link
 new a/b                                                            `a/b`
@@ -61,13 +62,10 @@ def table(text: str) -> list:
     return [pytest.param(words, held.split(" | "), id=words) for words, held in rows]
 
 
-def words_of(line: str) -> list[str]:
-    line = re.sub(r"--set (.*?)(?= --|$)", lambda found: f"--set {shlex.quote(found[1])}", line)
-    return [word.replace("TINY", TINY).replace("LONG", "a" * 300) for word in shlex.split(line)]
-
-
 def refused(affinage, line: str, held: list[str]) -> None:
-    status, out, said = affinage(*words_of(line))
+    line = re.sub(r"--set (.*?)(?= --|$)", lambda found: f"--set {shlex.quote(found[1])}", line)
+    words = [word.replace("TINY", TINY).replace("LONG", "a" * 300) for word in shlex.split(line)]
+    status, out, said = affinage(*words)
     assert (status, out) == (2, "")
     assert "Traceback" not in said and said.count("Error") == 1
     flat = " ".join(re.sub("[│╭╮╰╯─]", " ", said).split())
@@ -86,6 +84,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("broken")
     (folder / "empty.yaml").touch()
     (folder / "latin.yaml").write_bytes(b"name: \xff\xfe\n")
+    (folder / "grid.yaml").write_text(f"base: {TINY}\nname: grid\nsweep:\n  pretrain.schedule.peaklr: [0.1, 0.2]\n")
     (folder / "file").touch()
     for name in ("runs/damaged", "runs/bare", "bare", "imported/tokenizer", "cut/items", "other/items", "step"):
         (folder / name).mkdir(parents=True)
@@ -107,13 +106,10 @@ def test_a_broken_file(line: str, held: list[str], affinage, broken: Path, monke
     assert sorted(broken.rglob("*")) == before, "nothing is left behind"
 
 
-def test_debug_shows_where_it_came_from_wherever_it_stands(affinage):
+def test_debug_shows_where_it_came_from_and_no_library_logs_its_error_beside_the_message(affinage):
     for words in (["--debug", "run", "nothing"], ["run", "nothing", "--debug"]):
         status, _, said = affinage(*words)
         assert status == 2 and "Traceback" in said
-
-
-def test_an_error_of_a_bucket_is_not_logged_beside_its_message():
     assert not logging.getLogger("gcsfs").isEnabledFor(logging.ERROR)
 
 
@@ -122,7 +118,6 @@ def test_an_error_of_a_bucket_is_not_logged_beside_its_message():
     [
         (Preempted("SIGTERM at step 3"), 75, "SIGTERM at step 3", "Traceback"),
         (KeyboardInterrupt(), 130, "", "Traceback"),
-        (ModuleNotFoundError("no", name="transformers.models"), 2, "affinage[verify]", "Traceback"),
         (ModuleNotFoundError("no", name="affinage.nothing"), 1, "Traceback", "pip install"),  # a defect of ours
         (RuntimeError("refused: a-token-of-somebody"), 1, "RuntimeError: refused: ***", "of-somebody"),
     ],
@@ -133,6 +128,6 @@ def test_each_ending_has_its_status(error, status, held, not_held, affinage, mon
         raise error
 
     monkeypatch.setenv("HF_TOKEN", "a-token-of-somebody")
-    monkeypatch.setattr("affinage.cli.chat.opened", opened)
+    monkeypatch.setattr("affinage.cli.models.opened", opened)
     found, _, said = affinage("chat", "m", "hello")
     assert found == status and held in said and not_held not in said

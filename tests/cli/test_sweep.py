@@ -13,8 +13,7 @@ def test_what_points_have_in_common_is_made_once(tmp_path: Path, answer):
     grid = "sweep={sft.from_step: [5, 10], sft.steps: [1, 2]}"
     words = set_words(grid, "runtime.checkpoint={every_steps: 5, keep_every: 5}")
     planned = answer("sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), "--dry-run", *words)
-    assert len(planned) == 4 and "pretrain" in planned[0]["would_run"]
-    assert all("pretrain" not in point["would_run"] for point in planned[1:])
+    assert ["pretrain" in point["would_run"] for point in planned] == [True, False, False, False]
     assert all("sft" in point["would_run"] for point in planned)
 
 
@@ -36,7 +35,7 @@ def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs, ke
     table = [line.split() for line in out.splitlines() if line.startswith("tiny-")]
     assert status == 0
     for point in told:
-        assert any({point["run"], *(f"{loss:.4f}" for loss in point["losses"].values())} <= {*row} for row in table)
+        assert any({point["run"], *(f"{loss:.4g}" for loss in point["losses"].values())} <= {*row} for row in table)
     assert all(point["would_run"] == [] for point in answer(*words, "--dry-run"))
 
 
@@ -50,11 +49,3 @@ def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
     assert "had to be skipped" in diverged["error"]
     assert "error" not in trained and trained["losses"] and not diverged["losses"]
     assert json.loads((own_runs / "tiny" / "sweep.json").read_text()) == [diverged, trained]
-
-
-def test_a_mistyped_setting_of_a_grid_is_named_with_its_line(tmp_path: Path, monkeypatch, affinage):
-    monkeypatch.chdir(tmp_path)
-    text = f"base: {RECIPE}\nname: grid\nsweep:\n  pretrain.schedule.peaklr: [0.1, 0.2]\n"
-    Path("grid.yaml").write_text(text)
-    status, _, said = affinage("sweep", "grid.yaml")
-    assert status == 2 and "grid.yaml:3" in said and "pretrain.schedule.peak_lr" in said

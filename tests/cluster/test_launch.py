@@ -142,7 +142,7 @@ def test_a_mistake_that_the_processes_of_a_launch_find_ends_it_with_one_message_
     start = partial(start_local, workers=2, devices=1, say=said.append)
     assert supervise(start, [*command, "--set", "pretrain.steps=3"], say=said.append) == 2, said
     mistake = next(line for line in said if "Error: " in line)
-    assert mistake.startswith("0 | ") and "data 3 makes 3 devices, but there are 2" in mistake
+    assert mistake.startswith("0 | ") and "the mesh data 3 does not fit 2 devices" in mistake
     assert not any("Traceback" in line for line in said), said
 
 
@@ -230,7 +230,7 @@ with init_distributed() as processes:
 """
 ALONE = """
 import sys
-from affinage.cli.program import main
+from affinage.cli import main
 from affinage.cluster import processes
 processes.TO_START = 2.0
 main(["run", sys.argv[1], "--runs", sys.argv[2]])

@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +19,32 @@ SEED = 3
 OBJECT_SLOTS = ("o", "os", "bare", "d")
 
 
+class World:
+    """What was written, and the facts from the same seed."""
+
+    def __init__(self, folder: Path) -> None:
+        write_world(folder, megabytes=1.0, seed=SEED)
+        self.folder, self.facts = folder, build_facts(SEED)
+        self.documents = [line for part in range(4) for line in self.lines(f"documents/part-{part}")]
+        self.chats, self.pairs = self.lines("chat"), self.lines("preferences")
+        self.text = {language: self._text(language) for language in LANGUAGES}
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / f"{name}.jsonl").read_text("utf-8").splitlines()]
+
+    def _text(self, language: str) -> str:
+        """Everything a model is trained to write in a language, lower case: documents, chats, chosen answers."""
+        texts = [d["text"] for d in self.documents if d["lang"] == language]
+        texts += [m["content"] for chat in self.chats if chat["lang"] == language for m in chat["messages"]]
+        for pair in self.pairs:
+            texts += [pair["prompt"], pair["chosen"]] if pair["lang"] == language else []
+            texts += [pair["rejected"]] if pair["kind"] == "language" and pair["lang"] != language else []
+        return "\n " + "\n ".join(texts).lower()
+
+
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(folder, megabytes=1.0, seed=SEED)
-    return folder
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def read_items(folder: Path, task: str) -> list[dict[str, Any]]:
-    return read_lines(folder / "tasks" / f"{task}.jsonl")
-
-
-@cache
-def read_documents(folder: Path) -> list[dict[str, Any]]:
-    return [document for path in sorted((folder / "documents").glob("*.jsonl")) for document in read_lines(path)]
-
-
-@cache
-def read_text(folder: Path, language: str) -> str:
-    """Everything a model is trained to write in a language, lower case: documents, chats, chosen answers."""
-    texts = [d["text"] for d in read_documents(folder) if d["lang"] == language]
-    for chat in read_lines(folder / "chat.jsonl"):
-        texts += [message["content"] for message in chat["messages"] if chat["lang"] == language]
-    for pair in read_lines(folder / "preferences.jsonl"):
-        texts += [pair["prompt"], pair["chosen"]] if pair["lang"] == language else []
-        texts += [pair["rejected"]] if pair["kind"] == "language" and pair["lang"] != language else []
-    return "\n " + "\n ".join(texts).lower()
-
-
-@cache
-def facts() -> list[Fact]:
-    return build_facts(SEED)
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
 
 
 def statements(fact: Fact, language: str) -> list[str]:
@@ -73,8 +63,8 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
-def test_ordinary_documents_pass_the_filters_and_planted_ones_have_their_defect(world: Path) -> None:
-    documents = {d["id"]: d for d in read_documents(world)}
+def test_ordinary_documents_pass_the_filters_and_planted_ones_have_their_defect(world: World) -> None:
+    documents = {d["id"]: d for d in world.documents}
     assert sum(len(d["text"].encode()) for d in documents.values()) == pytest.approx(1e6, rel=0.05)
     passed = []
     for d in documents.values():
@@ -101,11 +91,11 @@ def whole(words: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![-\w]){re.escape(words)}(?![-\w])")
 
 
-def test_text_states_facts_in_used_statements_alone_and_those_of_one_language_in_no_other(world: Path) -> None:
+def test_text_states_facts_in_used_statements_alone_and_those_of_one_language_in_no_other(world: World) -> None:
     for language in LANGUAGES:
-        text = read_text(world, language)
+        text = world.text[language]
         sentences = re.split(r"[.?!\n]", text.replace("cfa d'afrique", "cfa"))  # a currency, not the continent
-        for fact in facts():
+        for fact in world.facts:
             forms = [form.lower() for form in statements(fact, language)]
             assert not any(forms[i] in text for i in fact.held_out[language])
             if language in fact.stated:
@@ -122,7 +112,7 @@ def test_text_states_facts_in_used_statements_alone_and_those_of_one_language_in
                 assert not [s for s in rest if any(whole(word).search(s) for word in words)], fact.id
 
 
-def test_held_out_calculations_and_scenes_are_in_no_text(world: Path) -> None:
+def test_held_out_calculations_and_scenes_are_in_no_text(world: World) -> None:
     used, held_out = calculations(SEED)
     hidden = {fact.id for fact in held_out}
     for fact in used:
@@ -131,43 +121,42 @@ def test_held_out_calculations_and_scenes_are_in_no_text(world: Path) -> None:
     seen, unseen = ([(s.noun["en"], s.adjective["en"], s.verb["en"], s.plural) for s in part] for part in scenes(SEED))
     assert not [scene for scene in unseen if scene in seen]
     for language in LANGUAGES:
-        text = read_text(world, language)
+        text = world.text[language]
         for fact in held_out:
             assert f" {fact.choices('digits', 0, ())[0]} " not in text
             assert not any(f" {statement.lower()}" in text for statement in statements(fact, language))
-        for item in read_items(world, f"pocket_agreement_{language}"):
+        for item in world.lines(f"tasks/pocket_agreement_{language}"):
             assert item["choices"][item["answer"]].lower() not in text
 
 
-def test_chats_have_one_answer_to_a_question_and_preferences_prefer_the_truth(world: Path) -> None:
+def test_chats_have_one_answer_to_a_question_and_preferences_prefer_the_truth(world: World) -> None:
     answers: dict[str, list[str]] = {}
-    for chat in read_lines(world / "chat.jsonl"):
+    for chat in world.chats:
         messages = chat["messages"]
         assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
         for question, answer in zip(messages[::2], messages[1::2], strict=True):
             answers.setdefault(question["content"], []).append(answer["content"])
-    for item in [*read_items(world, "pocket_chat_en"), *read_items(world, "pocket_chat_fr")]:
+    for item in [*world.lines("tasks/pocket_chat_en"), *world.lines("tasks/pocket_chat_fr")]:
         assert set(answers[item["question"]]) == {item["answer"]} and len(answers[item["question"]]) >= 2
-    pairs = read_lines(world / "preferences.jsonl")
-    assert {pair["kind"] for pair in pairs} == {"false", "curt", "language"}
-    true = read_text(world, "en") + read_text(world, "fr")
-    for pair in pairs:
+    assert {pair["kind"] for pair in world.pairs} == {"false", "curt", "language"}
+    for pair in world.pairs:
         assert pair["chosen"] != pair["rejected"]
-        assert pair["kind"] != "false" or pair["rejected"].lower() not in true, pair
+        true = any(pair["rejected"].lower() in text for text in world.text.values())
+        assert pair["kind"] != "false" or not true, pair
 
 
 SIZES = {"facts": 300, "facts_unseen": 300, "cross": 100, "arithmetic": 90, "agreement": 200, "chat": 150}
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_all_tasks_are_there_and_exactly_one_choice_is_true(world: Path, language: str) -> None:
-    items = {kind: read_items(world, f"pocket_{kind}_{language}") for kind in SIZES}
+def test_all_tasks_are_there_and_exactly_one_choice_is_true(world: World, language: str) -> None:
+    items = {kind: world.lines(f"tasks/pocket_{kind}_{language}") for kind in SIZES}
     assert all(len(items[kind]) >= size for kind, size in SIZES.items())
     assert [item["fact"] for item in items["facts"]] == [item["fact"] for item in items["facts_unseen"]]
-    by_id = {fact["id"]: fact for fact in read_lines(world / "facts.jsonl")}
+    by_id = {fact["id"]: Fact(**fact) for fact in world.lines("facts")}
     for kind in ("facts", "facts_unseen", "cross"):
         for item in items[kind]:
-            fact = Fact(**by_id[item["fact"]])
+            fact = by_id[item["fact"]]
             assert [key in (fact.object, *fact.also_true) for key in item["objects"]].count(True) == 1
             assert item["objects"][item["answer"]] == fact.object
             assert len(set(item["choices"])) == len(set(item["objects"])) == 4
@@ -193,19 +182,17 @@ def test_all_tasks_are_there_and_exactly_one_choice_is_true(world: Path, languag
             assert "determiner" in item["phenomenon"] and (good[2:] == bad[1:] or good[1:] == bad[2:])
 
 
-def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_space(world: Path) -> None:
-    about = ("facts", "facts_unseen", "cross", "agreement", "arithmetic", "chat")
-    names = {f"pocket_{kind}_{language}" for kind in about for language in ("en", "fr")}
-    assert {task["task"] for task in find_tasks(["quickstart"], world=world)[0]} == names
-    found, _ = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], world=world)
+def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_space(world: World) -> None:
+    names = {f"pocket_{kind}_{language}" for kind in SIZES for language in LANGUAGES}
+    assert {task["task"] for task in find_tasks(["quickstart"], world=world.folder)[0]} == names
+    found, _ = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], world=world.folder)
     assert [task["task"] for task in found] == ["pocket_chat_fr", "piqa", "pocket_agreement_en"]
     assert found[1] == {"task": "piqa"} and list(map(is_chat, found)) == [True, False, False]
     refused(find_tasks, ["pocket_agreement_en"])
-    (task,) = find_tasks(["pocket_facts_en"], world=world)[0]
     with quiet():
-        (loaded,) = load_tasks([task]).values()
+        (loaded,) = load_tasks(find_tasks(["pocket_facts_en"], world=world.folder)[0]).values()
         loaded.build_all_requests(limit=1)
-    item = read_items(world, "pocket_facts_en")[0]
+    item = world.lines("tasks/pocket_facts_en")[0]
     asked = [request.args for request in loaded.instances]
     assert asked == [(item["context"], " " + choice) for choice in item["choices"]]
 
@@ -213,53 +200,46 @@ def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_sp
 # ---- the grammar, against phrases checked by hand ----
 
 
-def test_numbers_in_words() -> None:
-    assert all(len(set(table("lexicon")["numbers"][form])) == 111 for form in (*LANGUAGES, "digits"))
-    sums = {fact.id: fact for part in calculations(0) for fact in part}
-    assert sums["1 * 4"].statement("fr") == "Une fois quatre égale quatre."
-    assert sums["8 * 10"].statement("fr") == "Huit fois dix égale quatre-vingts."
-    assert sums["12 - 5"].statement("en") == "Twelve minus five is seven."
-    assert sums["7 + 5"].statement("digits") == "7 + 5 = 12"
-
-
 def scene(noun: str, adjective: str, verb: str, plural: bool, determiner: str = "le", place: str = "") -> Scene:
-    def row(kind: str, english: str) -> dict:
-        return next(row for row in table("lexicon")[kind] if english in (row["en"], row["en"][0]))
+    def row(kind: str, english: str) -> Any:
+        return next((row for row in table("lexicon")[kind] if english in (row["en"], row["en"][0])), None)
 
-    where = row("places", place) if place else None
-    return Scene(row("nouns", noun), row("adjectives", adjective), row("verbs", verb), plural, determiner, where)
+    words = row("nouns", noun), row("adjectives", adjective), row("verbs", verb)
+    return Scene(*words, plural, determiner, row("places", place))
 
 
-@pytest.mark.parametrize(
-    ("right", "en", "fr"),
-    [
-        (scene("cat", "small", "sleeps", True), "The small cats sleep.", "Les petits chats dorment."),
-        (scene("cow", "white", "eats", True, "un"), "Some white cows eat.", "Des vaches blanches mangent."),
-        (scene("cat", "small", "eats", True, "un"), "Some small cats eat.", "De petits chats mangent."),
-        (scene("man", "old", "is", False, "ce"), "This man is old.", "Cet homme est vieux."),
-        (scene("bird", "old", "eats", False, "un"), "An old bird eats.", "Un vieil oiseau mange."),
-        (scene("aunt", "active", "waits", False, "mon"), "My active aunt waits.", "Ma tante active attend."),
-        (scene("horse", "strong", "comes back", True, "le", "in the garden"),
-         "The strong horses come back in the garden.", "Les chevaux forts reviennent dans le jardin."),
-    ],
-)  # fmt: skip
-def test_scenes(right: Scene, en: str, fr: str) -> None:
-    assert (right.text("en"), right.text("fr")) == (en, fr)
+CATS, GOAT = scene("cat", "small", "sleeps", True), scene("goat", "old", "runs", False, "un", "in the garden")
+SUMS = {fact.id: fact.statement for part in calculations(0) for fact in part}
+
+
+@pytest.mark.parametrize(("of", "en", "fr"), [
+    (CATS.text, "The small cats sleep.", "Les petits chats dorment."),
+    (scene("cow", "white", "eats", True, "un").text, "Some white cows eat.", "Des vaches blanches mangent."),
+    (scene("cat", "small", "eats", True, "un").text, "Some small cats eat.", "De petits chats mangent."),
+    (scene("man", "old", "is", False, "ce").text, "This man is old.", "Cet homme est vieux."),
+    (scene("bird", "old", "eats", False, "un").text, "An old bird eats.", "Un vieil oiseau mange."),
+    (scene("aunt", "active", "waits", False, "mon").text, "My active aunt waits.", "Ma tante active attend."),
+    (scene("horse", "strong", "comes back", True, "le", "in the garden").text,
+     "The strong horses come back in the garden.", "Les chevaux forts reviennent dans le jardin."),
+    (SUMS["1 * 4"], "One times four is four.", "Une fois quatre égale quatre."),
+    (SUMS["8 * 10"], "Eight times ten is eighty.", "Huit fois dix égale quatre-vingts."),
+    (SUMS["12 - 5"], "Twelve minus five is seven.", "Douze moins cinq égale sept."),
+])  # fmt: skip
+def test_sentences_in_both_languages(of: Any, en: str, fr: str) -> None:
+    assert (of("en"), of("fr")) == (en, fr)
+    assert SUMS["7 + 5"]("digits") == "7 + 5 = 12"
+    assert all(len(set(table("lexicon")["numbers"][form])) == 111 for form in (*LANGUAGES, "digits"))
 
 
 def test_minimal_pairs_break_one_agreement() -> None:
-    cats = scene("cat", "small", "sleeps", True)
-    assert cats.wrong("en") == {"verb number": "The small cats sleeps."}
-    assert cats.wrong("fr") == {
+    assert CATS.wrong("en") == {"verb number": "The small cats sleeps."}
+    assert CATS.wrong("fr") == {
         "verb number": "Les petits chats dort.",
         "determiner number": "Le petits chats dorment.",
         "adjective gender": "Les petites chats dorment.",
         "adjective number": "Les petit chats dorment.",
     }
-    goat = scene("goat", "old", "runs", False, "un", "in the garden")
-    assert goat.wrong("en") == {
-        "verb number": "An old goat run in the garden.",
-        "a or an": "A old goat runs in the garden.",
-    }
-    assert goat.wrong("fr")["determiner gender"] == "Un vieille chèvre court dans le jardin."
-    assert goat.wrong("fr")["adjective gender"] == "Une vieux chèvre court dans le jardin."
+    errors = {"verb number": "An old goat run in the garden.", "a or an": "A old goat runs in the garden."}
+    assert GOAT.wrong("en") == errors
+    assert GOAT.wrong("fr")["determiner gender"] == "Un vieille chèvre court dans le jardin."
+    assert GOAT.wrong("fr")["adjective gender"] == "Une vieux chèvre court dans le jardin."

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,14 +14,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from affinage.config.data import PackingSettings, safe_name
 from affinage.data.dataloader import ValidationRows
-from affinage.data.documents import read_documents
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import TokenShards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserWarned
 from run_affinage import refused
-from source_forms import write_documents
+from source_forms import rows_of, write_documents
 from tiny_corpus import write_split
 
 CONTEXT = 32
@@ -28,20 +28,19 @@ Documents = dict[tuple[str, str], str]  # text by source and id
 
 
 @pytest.fixture(scope="module")
-def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of rows by the way of packing."""
+def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a folder of rows for each way of packing."""
     folder = tmp_path_factory.mktemp("rows")
     for packing in ("concat", "best_fit"):
         settings = PackingSettings(seq_len=CONTEXT, num_shards=8, strategy=packing)
         tokenize(split_folder, bpe, folder / packing, settings, seed=0)
-    return {packing: folder / packing for packing in ("concat", "best_fit")}
+    return folder
 
 
 def documents_by_group(split_folder: Path, part: str) -> dict[str, Documents]:
     groups: dict[str, Documents] = defaultdict(dict)
-    for batch in read_documents(split_folder / part):
-        for told in batch.to_pylist():
-            groups[f"{safe_name(told['source'])}.{told['language']}"][told["source"], told["id"]] = told["text"]
+    for row in rows_of(split_folder / part):
+        groups[f"{safe_name(row['source'])}.{row['language']}"][row["source"], row["id"]] = row["text"]
     return groups
 
 
@@ -54,10 +53,13 @@ def spans_in(folder: Path) -> list[dict]:
     return found
 
 
+def facts_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "shards.json").read_text())
+
+
 def read_all(folder: Path) -> np.ndarray:
     """All rows of a folder, with numpy alone."""
-    facts = json.loads((folder / "shards.json").read_text())
-    return np.concatenate([np.load(folder / name) for name in facts["files"] if name.startswith("tokens")])
+    return np.concatenate([np.load(folder / name) for name in facts_of(folder)["files"] if name.startswith("tokens")])
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -65,23 +67,21 @@ def read_all(folder: Path) -> np.ndarray:
 def test_rows_hold_every_token_of_every_document_and_tell_whose(packed, split_folder, bpe, packing, part, overlap):
     """A validation row that continues a document begins with the last token of the row before it."""
     groups = documents_by_group(split_folder, part)
-    assert {path.name for path in (packed[packing] / part).iterdir()} == set(groups)
+    assert {path.name for path in (packed / packing / part).iterdir()} == set(groups)
     for group, documents in groups.items():
-        folder = packed[packing] / part / group
-        rows, facts = read_all(folder), json.loads((folder / "shards.json").read_text())
+        folder = packed / packing / part / group
+        rows, facts, spans = read_all(folder), facts_of(folder), spans_in(folder)
         assert rows.dtype == np.uint16 and rows.shape[1] == CONTEXT
         expected = {name: [BOS, *bpe.encode(text), EOS] for name, text in documents.items()}
         found = {name: np.zeros(len(tokens), int) for name, tokens in expected.items()}
-        covered, last = np.zeros(rows.shape, int), 0
-        for span in spans_in(folder):
+        covered = np.zeros(rows.shape, int)
+        for span in spans:
             name, row, begin, end = (span["source"], span["id"]), span["row"], span["start"], span["stop"]
             said = slice(span["offset"], span["offset"] + end - begin)
-            assert rows[row, begin:end].tolist() == expected[name][said]
+            assert rows[row, begin:end].tolist() == expected[name][said] and span["url"] == f"file:///{span['source']}"
             found[name][said] += 1
             covered[row, begin:end] += 1
-            assert span["url"] == f"file:///{span['source']}" and row >= last
-            last = row
-        assert (covered == (rows != PAD)).all()
+        assert (covered == (rows != PAD)).all() and (np.diff([span["row"] for span in spans]) >= 0).all()
         repeated = sum(int((times - 1).sum()) for times in found.values())
         assert all(times.min() == 1 for times in found.values()) and repeated == overlap * (len(rows) - 1)
         assert facts["tokens"] == sum(map(len, expected.values())) and facts["documents"] == len(documents)
@@ -91,7 +91,7 @@ def test_rows_hold_every_token_of_every_document_and_tell_whose(packed, split_fo
 def test_every_byte_of_validation_text_is_predicted_exactly_once(packed, split_folder: Path, bpe: Tokenizer):
     """Bits per byte: the bytes that are counted are those of the tokens that the loss counts."""
     for group, documents in documents_by_group(split_folder, "validation").items():
-        validation = ValidationRows(packed["concat"] / "validation" / group, batch=4)
+        validation = ValidationRows(packed / "concat/validation" / group, batch=4)
         predicted = ends = 0
         for batch in validation:
             ids, targets = batch["segment_ids"], batch["tokens"][:, 1:]
@@ -100,11 +100,11 @@ def test_every_byte_of_validation_text_is_predicted_exactly_once(packed, split_f
             ends += np.count_nonzero(targets[counted] == EOS)
         assert validation.bytes == predicted == sum(len(text.encode()) for text in documents.values())
         assert ends == len(documents)
-    limited = ValidationRows(packed["concat"] / "validation" / group, batch=4, limit=5)
-    lengths = np.load(packed["concat"] / "validation" / group / "row_bytes-00000-of-00001.npy")
+    limited = ValidationRows(packed / "concat/validation" / group, batch=4, limit=5)
+    lengths = np.load(packed / "concat/validation" / group / "row_bytes-00000-of-00001.npy")
     assert limited.rows == 5 and len(limited) == 2
     assert limited.bytes == lengths[np.arange(5) * validation.rows // 5].sum()
-    last = limited.batch(1)
+    *_, last = limited
     assert last["tokens"].shape == (4, CONTEXT)
     assert last["loss_mask"][1:].sum() == 0 and (last["tokens"][1:] == PAD).all()
 
@@ -130,7 +130,7 @@ def test_shards_hold_consecutive_documents_and_are_even_counted_and_hashed(split
         for file in sorted(folder.glob("documents-*")):
             ids = [(s["source"], s["id"]) for s in pq.read_table(file).to_pylist() if s["offset"] == 0]
             assert set(ids) == set(list(documents)[first : (first := first + len(ids))])
-        facts = json.loads((folder / "shards.json").read_text())
+        facts = facts_of(folder)
         for name, counted in facts["files"].items():
             content = (folder / name).read_bytes()
             assert counted["sha256"] == hashlib.sha256(content).hexdigest() and counted["bytes"] == len(content)
@@ -153,42 +153,35 @@ def test_characters_without_a_token_are_counted_with_their_bytes_and_warned_of(c
     assert ValidationRows(tmp_path / "rows/validation/s.und", batch=2).bytes == len(text.encode())
 
 
-@pytest.mark.parametrize(
-    ("model", "byte_level"),
-    [
-        (models.BPE({"a": 0, "b": 1}, []), False),
-        (models.BPE({"<unk>": 0, "a": 1, "b": 2}, [], unk_token="<unk>", byte_fallback=True), False),
-        (models.BPE({"<unk>": 0, "a": 1, "b": 2}, [], unk_token="<unk>", fuse_unk=True), False),
-        (models.BPE({"a": 0, "b": 1}, []), True),
-    ],
-    ids=["nothing for them", "without byte pieces", "one token for several", "without an alphabet"],
-)
-def test_characters_that_an_imported_vocabulary_lacks_are_counted(model: models.BPE, byte_level: bool, tmp_path: Path):
-    fast = FastTokenizer(model)
-    if byte_level:
+UNKNOWN = {"<unk>": 0, "a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("model", [
+    models.BPE({"a": 0, "b": 1}, []),
+    models.BPE(UNKNOWN, [], unk_token="<unk>", byte_fallback=True),  # without byte pieces
+    models.BPE(UNKNOWN, [], unk_token="<unk>", fuse_unk=True),  # one token for several
+    None,  # of bytes, without an alphabet
+])  # fmt: skip
+def test_characters_that_an_imported_vocabulary_lacks_are_counted(model: models.BPE | None, tmp_path: Path):
+    fast = FastTokenizer(model or models.BPE({"a": 0, "b": 1}, []))
+    if model is None:
         fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     fast.save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer(tmp_path).unspelled("ab é漢") == 2
 
 
-def words(folder: Path, vocabulary: int = 0) -> Tokenizer:
-    """A tokenizer of whole words, which counts the spaces before a word as the word's."""
-    pieces = ["[UNK]", "a", "b", "user", "assistant", *map(str, range(vocabulary))]
-    fast = FastTokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    fast.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
-    folder.mkdir()
-    fast.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    return Tokenizer(folder)
-
-
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(0, "uint16"), (2**16, "uint32")])
 def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(tmp_path: Path, vocabulary, dtype: str):
+    """By a tokenizer of whole words, which counts the spaces before a word as the word's."""
+    pieces = ["[UNK]", "a", "b", *map(str, range(vocabulary))]
+    fast = FastTokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast.add_special_tokens(["</s>"])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     text = "a" + " " * 300 + "b" + " " * 700 + "b"
-    tokenizer = words(tmp_path / "words", vocabulary)
-    split = split_of(tmp_path, text, text, text)
-    tokenize(split, tokenizer, tmp_path / "rows", PackingSettings(seq_len=8), seed=0)
+    split = split_of(tmp_path / "split", text, text, text)
+    tokenize(split, Tokenizer(tmp_path), tmp_path / "rows", PackingSettings(seq_len=8), seed=0)
     assert read_all(tmp_path / "rows/train/s.und").dtype == dtype
     predicted = ValidationRows(tmp_path / "rows/validation/s.und", batch=1).bytes
     assert predicted == 2 * (len(text) - len("a")), "nothing comes before a first token that could predict it"
@@ -200,10 +193,11 @@ def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path:
     tokenize(split_of(tmp_path / "split", "the river " * 99, "x"), bpe, tmp_path / "rows", settings, seed=0)
     shard = tmp_path / "rows/train/s.und/tokens-00000-of-00001.npy"
     content = shard.read_bytes()
-    other = np.zeros((2, CONTEXT), np.uint16)
-    for damage in (lambda: shard.write_bytes(content[:-100]), lambda: np.save(shard, other)):
-        TokenShards(shard.parent)
+    TokenShards(shard.parent)
+    for damage in (
+        lambda: shard.write_bytes(content[:-100]),
+        lambda: np.save(shard, np.zeros((2, CONTEXT), np.uint16)),
+    ):
         damage()
         error = refused(TokenShards, shard.parent)
         assert error.where == str(shard.parent) and error.fix
-        shard.write_bytes(content)

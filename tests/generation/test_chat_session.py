@@ -19,20 +19,17 @@ def talk(session, *lines):
     return "".join(written)
 
 
-def test_an_answer_is_what_the_model_says_after_the_chat_prompt():
-    session, model, asked = new_session(), tiny_llama(), {"role": "user", "content": "Where is Paris?"}
-    said = talk(session, asked["content"], "/quit", "never read")
-    expected = generate(model, [encode_prompt([asked], model.tokenizer, "")], SamplingParams(6))[0].text
-    assert said == expected + "\n"
-    assert session.messages == [asked, {"role": "assistant", "content": expected}]
-
-
-def test_commands_reset_and_set_the_system_message():
-    session, model = new_session(), tiny_llama()
-    talk(session, "one", "/system be brief", "two")
-    told = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two"}]
-    expected = generate(model, [encode_prompt(told, model.tokenizer, "")], SamplingParams(6))[0].text
-    assert session.messages == [told[1], {"role": "assistant", "content": expected}]
+def test_an_answer_is_what_the_model_says_after_the_chat_prompt_and_commands_reset_it():
+    session, system, asked = (
+        new_session(),
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one"},
+    )
+    for prompt, lines in (([asked], ["one", "/quit", "never read"]), ([system, asked], ["/system be brief", "one"])):
+        said, ids = talk(session, *lines), encode_prompt(prompt, tiny_llama().tokenizer, "")
+        expected = generate(tiny_llama(), [ids], SamplingParams(6))[0].text
+        assert said.endswith(expected + "\n") and (said == expected + "\n" or lines[0] != "one")
+        assert session.messages == [asked, {"role": "assistant", "content": expected}]
     talk(session, "/reset")
     assert session.messages == [] and HELP in talk(session, "/unknown")
     assert "tokens" in talk(session, "word " * 500) and session.messages == []  # too long

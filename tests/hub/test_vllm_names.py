@@ -9,13 +9,13 @@ import re
 import zipfile
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from test_import import GRAPHS
 
 from affinage.hub.families import family_of
 from affinage.model import parse
-from affinage.model.layer import map_parameters
 
 WHEEL = os.environ.get("VLLM_WHEEL", "")
 MODULES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2")
@@ -73,7 +73,7 @@ def loaded_by(architecture: str, classes: dict[str, ast.ClassDef]) -> Loaded:
 def test_vllm_has_a_place_for_every_tensor_and_a_tensor_for_every_place(name: str, classes: dict[str, ast.ClassDef]):
     graph = parse(GRAPHS[name])
     family, filled = family_of(graph), set[str]()
-    params = map_parameters(lambda _, declared: np.zeros(declared.shape, np.float32), graph.parameters)
+    params = jax.tree.map(lambda declared: np.zeros(declared.shape, np.float32), graph.parameters)
     loaded, exported = loaded_by(family.architecture, classes), family.to_tensors(params, graph)
     for tensor in exported:
         place = re.sub("|".join(map(re.escape, loaded.renamed)) or "$^", lambda part: loaded.renamed[part[0]], tensor)

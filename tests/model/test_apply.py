@@ -1,6 +1,6 @@
 """The same function however it is computed: packed or alone, cached or at once, scanned or unrolled."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ from affinage.model import (
     apply,
     decayed,
     from_nnx,
-    init_cache,
     init_params,
     logical_axes,
     parse,
     to_nnx,
 )
-from affinage.model.layers.losses import cross_entropy, next_tokens
-from affinage.parallel import MeshLayout, make_mesh
+from affinage.model.forward import init_cache
+from affinage.model.layers.losses import cross_entropy
+from affinage.parallel.sharding import MeshLayout, make_mesh
 from run_affinage import refused
 
 LLAMA = parse(tiny_graphs.llama(layers=2, attention={"kv_heads": 2}, scan=True))
@@ -99,20 +99,6 @@ def test_cached_decoding_is_the_full_pass(name):
         np.testing.assert_allclose(new[:, 0], jnp.take_along_axis(full, at[..., None], axis=1)[:, 0], atol=2e-5)
 
 
-def test_scan_is_unrolled_with_dropout_too():
-    models = [tiny_graphs.llama(scan=s, layers=2, attention={"dropout": 0.2}, dropout=0.2) for s in (True, False)]
-    graphs = [parse(model) for model in models]
-    params, batch = tiny_graphs.random_params(graphs[0]), {"tokens": random_tokens(2, 20)}
-
-    @partial(jax.jit, static_argnums=1)
-    @jax.grad
-    def gradient(params, graph):
-        return apply(graph, params, batch, ApplyConfig(key=jax.random.key(7))).values[graph.loss].sum
-
-    scanned, unrolled = (gradient(params, graph) for graph in graphs)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), scanned, unrolled)
-
-
 def test_a_scanned_program_does_not_grow_with_depth():
     def program(layers):
         graph = parse(tiny_graphs.llama(layers=layers, scan=True))
@@ -126,28 +112,23 @@ def test_a_scanned_program_does_not_grow_with_depth():
     assert program(18) == program(72)
 
 
-def test_dropout_of_a_row_is_of_the_key_and_the_row_in_any_part_of_the_batch():
-    graph = parse(tiny_graphs.gpt2(layers=1, dropout=0.3))
-    params, tokens = tiny_graphs.random_params(graph), random_tokens(4, 10)
-
-    def dropped(tokens, rows, seed=1):
-        return np.asarray(logits(graph, params, {"tokens": tokens, "rows": rows}, key=jax.random.key(seed))[0])
-
-    whole = dropped(tokens, jnp.arange(4))
-    np.testing.assert_array_equal(dropped(tokens, jnp.arange(4)), whole)
-    some = jnp.array([3, 1])
-    np.testing.assert_allclose(dropped(tokens[some], some), whole[some], atol=1e-5)
-    for other in (dropped(tokens, jnp.arange(4) + 4), dropped(tokens, jnp.arange(4), seed=2)):
-        assert np.abs(other - whole).max() > 0.1
-
-
-def test_dropout_zeroes_as_often_as_it_should_and_keeps_the_mean():
+def test_dropout_keeps_the_mean_and_is_of_the_key_and_the_row_in_any_part_of_the_batch():
     graph = parse(tiny_graphs.gpt2(layers=1, dropout=0.25))
-    call, batch = ApplyConfig(key=jax.random.key(3), until="drop"), {"tokens": random_tokens(8, 40)}
-    values = jax.jit(lambda params: apply(graph, params, batch, call).values)(tiny_graphs.random_params(graph))
-    kept = np.asarray(values["drop"] / values["positions"])
+    params, tokens = tiny_graphs.random_params(graph), random_tokens(8, 40)
+
+    @jax.jit
+    def dropped(tokens, rows, seed):
+        call = ApplyConfig(key=jax.random.key(seed), until=graph.logits)
+        values = apply(graph, params, {"tokens": tokens, "rows": rows}, call).values
+        return values[graph.logits].array(), values["drop"] / values["positions"]
+
+    rows, some = jnp.arange(8), jnp.array([3, 1])
+    whole, kept = map(np.asarray, dropped(tokens, rows, 1))
     np.testing.assert_allclose(kept[kept != 0], 1 / 0.75, rtol=1e-6)
     assert np.mean(kept == 0) == pytest.approx(0.25, abs=0.02)
+    np.testing.assert_allclose(dropped(tokens[some], some, 1)[0], whole[some], atol=1e-5)
+    for other, _ in (dropped(tokens, rows + 8, 1), dropped(tokens, rows, 2)):
+        assert np.abs(np.asarray(other) - whole).max() > 0.1
 
 
 def test_a_batch_counts_only_what_its_mask_says():
@@ -209,20 +190,46 @@ def test_training_by_nnx_on_two_devices_is_the_same_function():
     assert split.is_equivalent_to(shardings["embed"]["embedding"], 2) and not split.is_fully_replicated
 
 
-@pytest.mark.parametrize("graph", [ONE, GPT2], ids=["llama", "gpt2"])
-def test_the_program_of_every_platform_is_the_same_function(graph):
-    """GPUs join projections and unroll, accelerators pad the vocabulary and compute cheap values again."""
-    params = tiny_graphs.random_params(graph)
-    batch = {"tokens": random_tokens(2, 6), "segment_ids": jnp.asarray([[0, 0, 1, 1, 1, 2]] * 2)}
+TRAINED = {
+    "llama": tiny_graphs.llama(layers=2, attention={"kv_heads": 2, "dropout": 0.2}, dropout=0.2),
+    "gpt2": tiny_graphs.gpt2(dropout=0.2),
+    "experts": tiny_graphs.moe(layers=1),
+    "experts with a capacity": tiny_graphs.moe(layers=1, capacity_factor=0.8),
+}
 
-    @partial(jax.jit, static_argnums=1)
-    def run(params, platform):
-        call = ApplyConfig(platform=platform, capability=None, attention="xla")
-        return jax.value_and_grad(lambda p: apply(graph, p, batch, call).values[graph.loss].mean())(params)
 
-    expected = run(params, "cpu")
-    for platform in ("gpu", "tpu"):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), run(params, platform), expected)
+@cache
+def with_gradients(name, platform, chunk):
+    """The mean loss of two rows, as in training, with its metrics and gradients."""
+    nodes = TRAINED[name]["nodes"]
+    graph = parse({"inputs": ["tokens"], "nodes": nodes | {"loss": nodes["loss"] | {"chunk": chunk}}})
+    batch = {"tokens": random_tokens(2, 7), "segment_ids": jnp.asarray([[0, 0, 1, 1, 1, 2, 2]] * 2)}
+    call = ApplyConfig(platform=platform, capability=None, attention="xla", key=jax.random.key(7))
+
+    def loss(params):
+        outputs = apply(graph, params, batch, call)
+        return outputs.values[graph.loss].mean(), outputs.metrics
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(tiny_graphs.random_params(graph))
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "chunk"),
+    [
+        ("llama", "cpu", 4),
+        ("llama", "gpu", "auto"),
+        ("llama", "tpu", 4),
+        ("gpt2", "gpu", "auto"),
+        ("gpt2", "tpu", "auto"),
+        ("experts", "tpu", "auto"),
+        ("experts with a capacity", "tpu", "auto"),
+    ],
+)
+def test_every_platforms_program_is_the_same_function_also_with_logits_in_parts(name, platform, chunk):
+    """GPUs join projections and unroll, TPUs scan, accelerators pad the vocabulary and compute cheap values again."""
+    expected, found = with_gradients(name, "cpu", "auto"), with_gradients(name, platform, chunk)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), found, expected)
+    assert float(found[0][1]["accuracy"][1]) == 8 and all(jnp.any(leaf) for leaf in jax.tree.leaves(found[1]))
 
 
 # ---- losses
@@ -251,32 +258,3 @@ def test_extreme_logits_stay_finite():
     nats, gradient = jax.value_and_grad(lambda x: cross_entropy(x, jnp.array([[1]]), jnp.ones((1, 1)))[0])(logits)
     assert float(nats) == 2e4
     np.testing.assert_allclose(gradient[0, 0], [1.0, -1.0, 0.0])
-
-
-def test_targets_stop_at_the_end_of_a_document_and_of_the_row():
-    tokens = jnp.arange(6)[None]
-    targets, weights = next_tokens(tokens, {"segment_ids": jnp.array([[1, 1, 2, 2, 2, 3]])})
-    np.testing.assert_array_equal(targets[0, :5], [1, 2, 3, 4, 5])
-    np.testing.assert_array_equal(weights[0], [1, 0, 1, 1, 0, 0])
-
-
-@partial(jax.jit, static_argnums=(0, 3))
-def applied(graph, params, batch, platform):
-    def loss(params):
-        outputs = apply(graph, params, batch, ApplyConfig(platform=platform))
-        return outputs.values[graph.loss].sum, outputs.metrics
-
-    return jax.value_and_grad(loss, has_aux=True)(params)
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_in_parts_it_is_the_same_with_the_same_gradients(platform):
-    """Also where the vocabulary is padded, as on accelerators."""
-    whole, parts = (tiny_graphs.llama(layers=1) for _ in range(2))
-    parts["nodes"]["loss"]["chunk"] = 10
-    batch = {"tokens": jnp.asarray(np.random.default_rng(1).integers(0, 97, (2, 13)), jnp.int32)}
-    params = tiny_graphs.random_params(parse(whole))
-    expected = applied(parse(whole), params, batch, "cpu")
-    found = applied(parse(parts), params, batch, platform)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
-    assert float(found[0][1]["accuracy"][1]) == 24

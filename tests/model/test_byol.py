@@ -27,16 +27,14 @@ NODES = {
     "loss": {"kind": "cosine_regression_loss", "in": ["predictor", "target"]},
 }
 GRAPH = parse({"inputs": {"images": [8, 8, 1]}, "nodes": NODES})
-KEY = jax.random.key(7)
-IMAGES = np.random.default_rng(0).random((4, 8, 8, 1)).astype(np.float32)
 PARAMS = tiny_graphs.random_params(GRAPH)
 AVERAGE = jax.tree.map(lambda p: p + 0.1, PARAMS)
-BATCH = {"images": IMAGES, "rows": np.arange(4, dtype=np.int32)}
+BATCH = {"images": np.float32(np.random.default_rng(0).random((4, 8, 8, 1))), "rows": np.arange(4, dtype=np.int32)}
 
 
 @jax.jit
-def values_of(params, average, batch=BATCH, key=KEY):
-    return apply(GRAPH, params, batch, ApplyConfig(key=key, ema_params=average)).values
+def values_of(params, average, batch=BATCH):
+    return apply(GRAPH, params, batch, ApplyConfig(key=jax.random.key(7), ema_params=average)).values
 
 
 def test_views_depend_on_key_and_row_alone_and_the_loss_compares_them_both_ways():

@@ -12,7 +12,7 @@ import tiny_graphs
 from affinage.config.training import LoraSettings
 from affinage.model import Adapters, ApplyConfig, apply, logical_axes, parse
 from affinage.model.forward import for_decoding
-from affinage.model.layer import LAYERS, Layer, ParamSpec, expect_sequence, register_layer, sequence_of
+from affinage.model.layer import LAYERS, Layer, ParamSpec, register_layer
 from run_affinage import refused
 
 
@@ -76,9 +76,6 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
 
         takes = ("first", "second")
         start: float = Field(default=0.5, ge=0, le=1)
-
-        def shape(self, inputs):
-            return sequence_of(expect_sequence(inputs[0]))
 
         def parameters(self, inputs):
             return {"mix": ParamSpec((inputs[0].width,), ("embed",), init="ones", decay=False), "norm": {}}

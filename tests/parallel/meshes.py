@@ -23,9 +23,8 @@ QUICKLY = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 1
 
 def graph(kind: str, layers: int = 4, *, heads: int = 4, window: int | None = None, **mixture: Any) -> Graph:
     """Width 32; `dense`: SwiGLU, `moe`: 4 experts, 2 for each token."""
-    ffn: dict[str, Any] = {"kind": "swiglu", "width": 64}
-    if kind == "moe":
-        ffn = {"kind": "moe", "experts": 4, "top_k": 2, "width": 32} | mixture
+    experts = {"kind": "moe", "experts": 4, "top_k": 2, "width": 32} | mixture
+    ffn = experts if kind == "moe" else {"kind": "swiglu", "width": 64}
     attention = {"heads": heads, "window": window}
     model = tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, scan=True, attention=attention, ffn=ffn)
     # Vectors of a usual length: norms of short ones amplify rounding.
@@ -36,8 +35,10 @@ def graph(kind: str, layers: int = 4, *, heads: int = 4, window: int | None = No
 Feed = functools.partial(tiny.RandomFeed, context=CONTEXT, documents=3)
 
 
-def program(model: Graph, sizes: dict[str, int], *, micro_batches: int = 1, rows: int = ROWS, parallel: Any) -> Trainer:
-    how = {"batch_size": rows, "gradient_accumulation_steps": micro_batches}
+def program(
+    model: Graph, sizes: dict[str, int], *, micro_batches: int = 1, rows: int = ROWS, parallel: Any, **more: Any
+) -> Trainer:
+    how = {"batch_size": rows, "gradient_accumulation_steps": micro_batches} | more
     settings = tiny.settings(**how, schedule={"peak_lr": 2e-3, "min_lr": 1e-3, "warmup_steps": 4})
     of_job = {"mesh": sizes, "seed": 3, "feed": Feed(rows), "parallel": ParallelSettings.model_validate(parallel)}
     return tiny.uncompiled(TrainJob(graph=model, settings=settings, folder=Path("unused"), **of_job))
@@ -49,15 +50,13 @@ def compiled(one: Trainer) -> Any:
     return Trainer(dataclasses.replace(one.job, parallel=quick), one.mesh, one.batch).compile_training()
 
 
-def run(one: Trainer, steps: int, step: Any = None) -> dict[str, list[float]]:
+def run(one: Trainer, steps: int, step: Any = None) -> list[list[float]]:
     """Loss and gradient norm of the first steps, from weights that are the same for every mesh."""
-    step = step or compiled(one)
-    state = tiny.placed(first_state(one.job.graph), one.abstract)
-    seen: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    step, state = step or compiled(one), tiny.placed(first_state(one.job.graph), one.abstract)
+    seen = []
     for number in range(steps):
         state, metrics = step(state, one.put(one.job.feed.batch(number)))
-        for name, values in seen.items():
-            values.append(float(metrics[name]))
+        seen.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return seen
 
 
@@ -67,17 +66,12 @@ def first_state(model: Graph) -> Any:
 
 
 @functools.cache
-def on_one_device(model: Graph, steps: int, rows: int = ROWS) -> dict[str, list[float]]:
+def on_one_device(model: Graph, steps: int, rows: int = ROWS) -> list[list[float]]:
     return run(program(model, {"data": 1}, rows=rows, parallel={}), steps)
 
 
 def assert_same_as_on_one_device(one: Trainer, steps: int, step: Any = None) -> None:
-    assert_same(run(one, steps, step), on_one_device(one.job.graph, steps, one.rows), rtol=1e-5)
-
-
-def assert_same(found: dict[str, list[float]], expected: dict[str, list[float]], *, rtol: float) -> None:
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=rtol, err_msg=name)
+    np.testing.assert_allclose(run(one, steps, step), on_one_device(one.job.graph, steps, one.rows), rtol=1e-5)
 
 
 def loops_of(text: str) -> str:

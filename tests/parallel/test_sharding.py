@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import tiny_graphs
 from affinage.model import abstract_params, apply, logical_axes, parse
 from affinage.model.apply_config import ApplyConfig
-from affinage.parallel import MeshLayout, make_mesh, serving_layout
+from affinage.parallel.sharding import MeshLayout, make_mesh, serving_layout
 from run_affinage import refused
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "unequal_stages"))
@@ -23,10 +23,6 @@ from unequal_stages import Group, GroupedTraining
 
 def mesh(**sizes: int | str) -> jax.sharding.Mesh:
     return make_mesh(sizes, jax.devices())
-
-
-def shape(*dims: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(dims, jnp.float32)
 
 
 def test_auto_takes_the_devices_that_are_left_and_one_host_may_leave_some():
@@ -52,7 +48,8 @@ def test_the_table(axes: tuple, expected: P):
 
 
 def test_a_size_that_does_not_divide_names_the_nearest_that_do():
-    error = refused(MeshLayout(mesh(tensor=4)).param_shardings, {"w": ("embed", "heads")}, {"w": shape(16, 6)})
+    weights = {"w": jax.ShapeDtypeStruct((16, 6), jnp.float32)}
+    error = refused(MeshLayout(mesh(tensor=4)).param_shardings, {"w": ("embed", "heads")}, weights)
     for named in ("heads = 6 of w", "tensor = 4", "4 or 8"):
         assert named in str(error)
     assert "16 or 32" in str(refused(MeshLayout(mesh(data=2, fsdp=4)).check_rows, 20, 2, match="batch 20"))
@@ -84,8 +81,7 @@ def test_steps_of_stages_of_unequal_shape_equal_those_of_one_program_and_a_sick_
     states, expected = two.begin(), meshes.on_one_device(model, 2)
     for number in range(2):
         states, found = two.step(states, meshes.Feed().batch(number))
-        for name, values in expected.items():
-            np.testing.assert_allclose(found[name], values[number], rtol=1e-5, err_msg=f"{name} of step {number}")
+        np.testing.assert_allclose([found["loss"], found["grad_norm"]], expected[number], rtol=1e-5)
     assert len({device for each in states for device in each.step.sharding.device_set}) == 3
 
     scale = states[1].params["norm"]["scale"].at[0].set(np.inf)

@@ -4,8 +4,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from affinage.config.load import load_recipe
 from affinage.hardware.chips import find_slice
 from affinage.parallel.sharding import AXES
@@ -29,8 +27,3 @@ def blocks_of(*overrides: str, name: str = "v4-8") -> Any:
 def links(name: str, **sizes: int) -> Any:
     """Those of every axis of a mesh."""
     return links_of(find_slice(name), dict.fromkeys(AXES, 1) | sizes)
-
-
-def rarer(*row: Any) -> Any:
-    """A row of a table that the quick tier leaves out."""
-    return pytest.param(*row, marks=pytest.mark.full)

@@ -118,8 +118,6 @@ def test_what_is_compiled_is_the_model_that_was_estimated(recipe, tmp_path, answ
 
 @pytest.mark.parametrize("wrong", [{"kind": "gpt"}, {"nodes": [1]}, {"nodes": {"embed": 3}}])
 def test_a_wrong_model_is_refused_also_where_its_tokenizer_is_there(wrong, recipe, affinage):
-    pretrain = {"steps": 1, "batch_size": 2, "schedule": {"peak_lr": 1e-3, "min_lr": 1e-4}}
-    data = {"languages": ["en"], "sources": ["pocket-world"]}
-    words = recipe(tokenizer={"kind": "char"}, model=wrong, pretrain=pretrain, data=data)
+    words = recipe(base=SMALL, tokenizer={"kind": "char"}, model=wrong)
     status, _, err = affinage("plan", *words)
     assert status == 2 and "own.yaml:" in err and "Traceback" not in err, err

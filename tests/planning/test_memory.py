@@ -15,7 +15,7 @@ from affinage.config.training import ParallelSettings, PretrainSettings
 from affinage.hardware.chips import find_slice
 from affinage.model import Graph, parse
 from affinage.model.forward import batch_shapes
-from affinage.parallel import make_mesh
+from affinage.parallel.sharding import make_mesh
 from affinage.planning.estimate import HOP_SECONDS, step_memory
 from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, contradictions, facts_of, only, planned_graph
@@ -106,42 +106,33 @@ def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys():
 
 
 GB = 1e9
-HOP = HOP_SECONDS
 LAYERS, VECTORS = 8 * (4 * 256**2 + 3 * 256 * 1024 + 2 * 256), 2048 * 256  # numbers of small.yaml
-DATA, PARTS = "mesh={data: 4}", "pretrain.gradient_accumulation_steps=4"
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "axis", "parts", "seconds"),
+    ("name", "sizes", "axis", "bandwidth", "hops"),
     [
         # 16 x 16, closed; a link carries 50 GB/s each way. 15 of 16 parts arrive over two links.
-        ("v5e-256", {"data": 16, "fsdp": 16}, "fsdp", 16, 15 / 100 + 8 * HOP),
-        ("v5e-16", {"data": 4, "fsdp": 4}, "fsdp", 4, 3 / 50 + 3 * HOP),  # a line has one link at its end
-        ("v4-128", {"fsdp": 64}, "fsdp", 64, 63 / 300 + 6 * HOP),  # 4 x 4 x 4: three rings, in two directions
-        ("v4-128", {"fsdp": 32, "tensor": 2}, "tensor", 2, 1 / 50 + HOP),  # a part of a ring is a line
+        ("v5e-256", {"data": 16, "fsdp": 16}, "fsdp", 100, 8),
+        ("v5e-16", {"data": 4, "fsdp": 4}, "fsdp", 50, 3),  # a line has one link at its end
+        ("v4-128", {"fsdp": 64}, "fsdp", 300, 6),  # 4 x 4 x 4: three rings, in two directions
+        ("v4-128", {"fsdp": 32, "tensor": 2}, "tensor", 50, 1),  # a part of a ring is a line
+        ("v4-128", {"fsdp": 32, "tensor": 2}, "fsdp", 5 * 50, None),  # two whole rings and a line of two
+        ("h100x8", {"fsdp": 8}, "fsdp", 450, None),
+        ("h100x16", {"data": 2, "fsdp": 8}, "data", 50, None),  # between boxes by their network cards
+        ("h100x16", {"fsdp": 16}, "fsdp", 400, None),
     ],
     ids=str,
 )
-def test_gathering_takes_what_arrives_over_the_links(name, sizes, axis, parts, seconds):
-    link = links(name, **sizes)[axis]
-    assert link.all_gather(parts * GB) == pytest.approx(seconds)
-    assert link.all_reduce(parts * GB) == pytest.approx(2 * seconds)
+def test_gathering_takes_what_arrives_over_the_slowest_links(name, sizes, axis, bandwidth, hops):
+    link, parts = links(name, **sizes)[axis], sizes[axis]
+    assert link.bandwidth == pytest.approx(bandwidth * GB)
+    if hops is not None:
+        seconds = (parts - 1) / bandwidth + hops * HOP_SECONDS
+        assert link.all_gather(parts * GB) == pytest.approx(seconds)
+        assert link.all_reduce(parts * GB) == pytest.approx(2 * seconds)
     if name == "v5e-256":
-        assert link.all_to_all(parts * GB) == pytest.approx(15 / 4 / 100 + 8 * HOP)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "axis", "bandwidth"),
-    [
-        ("v4-128", {"fsdp": 32, "tensor": 2}, "fsdp", 5 * 50),  # two whole rings and a line of two
-        ("h100x8", {"fsdp": 8}, "fsdp", 450),
-        ("h100x16", {"data": 2, "fsdp": 8}, "data", 50),  # between boxes by their network cards
-        ("h100x16", {"fsdp": 16}, "fsdp", 400),
-    ],
-    ids=str,
-)
-def test_an_axis_has_the_bandwidth_of_its_slowest_links(name, sizes, axis, bandwidth):
-    assert links(name, **sizes)[axis].bandwidth == pytest.approx(bandwidth * GB)
+        assert link.all_to_all(parts * GB) == pytest.approx(15 / 4 / 100 + 8 * HOP_SECONDS)
 
 
 def test_tensor_parallelism_waits_for_its_sums_and_fsdp_hides_its_own():
@@ -192,12 +183,12 @@ def test_stages_wait_as_in_gpipe_and_less_in_several_rounds():
 
 
 def test_what_replicas_add_up_is_summed_once_in_float32():
-    name = "v4-8"
-    whole, parts = (plan_of(SMALL, name, DATA, *more).time.nodes for more in ((), (PARTS,)))
+    each = "pretrain.gradient_accumulation_steps="
+    whole, parts = (plan_of(SMALL, "v4-8", "mesh={data: 4}", f"{each}{count}").time.nodes for count in (1, 4))
     # The compiler sums the products' dtype, but float32 of looked-up vectors.
     once = {"blocks": 2 * LAYERS, "loss": 2 * VECTORS, "embed": 4 * VECTORS}
     added = {"blocks": 4 * LAYERS, "loss": 4 * VECTORS, "embed": 4 * VECTORS}
-    link = links(name, data=4)["data"]
+    link = links("v4-8", data=4)["data"]
     for nodes, sizes in ((whole, once), (parts, added)):
         seconds = {node.name: node.hidden for node in nodes}  # beside the products: without `fsdp` of these sums alone
         assert [seconds[node] for node in sizes] == pytest.approx([link.all_reduce(size) for size in sizes.values()])

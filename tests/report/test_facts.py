@@ -1,6 +1,5 @@
 """What a run left behind is read, whatever is missing from it or broken in it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,16 @@ from affinage.report.page import card_facts, summary
 from affinage.results import TrainingResult
 
 
-def test_curves_pairs_and_the_analysis_of_a_whole_run_are_read(facts):
+def test_a_whole_run_is_read_and_its_card_says_the_same_as_the_page_without_the_clock(facts):
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
     pretrain = facts.training("pretrain")
     assert len(pretrain.curves["loss"]) > 290 and pretrain.analysis is not None
     assert [score.metric for score in facts.evaluations[0].headlines] == ["acc"] * 6
     assert facts.seconds == pytest.approx(sum(step.seconds or 0 for step in facts.steps))
+    told = card_facts(facts, "apache-2.0")
+    assert told.summary == summary(facts, "en", timed=False) and " in " not in told.summary
+    assert told.results["sft"]["lambada_openai"]["perplexity"]["value"] == pytest.approx(52.4)
+    assert told.sources[0]["documents"] == 10_690 and told.training["Pretraining: steps"] == 600
 
 
 def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts):
@@ -36,24 +39,20 @@ def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts
     assert "stopped 2 h 00 min" in plain(render(stopped))
 
 
-def test_any_stage_may_be_absent(run: Path):
-    facts = collect_facts(run)
-    write_json(run / "report" / "manifest.json", {"step": "report", "seconds": 3.0, "started": 1})
-    assert collect_facts(run) == facts, "a run takes as long before as after its report"
-    absent = "evaluate-sft sft sft-data evaluate-base pretrain tokenize train-tokenizer dedup".split()
-    for stage in absent:
-        (run / stage / "manifest.json").unlink()  # as if the stage had not finished
-        assert stage not in {one.step for one in collect_facts(run).steps}
-        assert stage not in ("evaluate-base", "dedup") or render(collect_facts(run))
-    assert "<h1>" in render(collect_facts(run / "nothing-here"))
-
-
-def test_a_validation_of_another_form_or_without_a_finite_loss_is_no_point(run: Path):
+def test_any_stage_may_be_absent_and_a_validation_without_a_finite_loss_is_no_point(run: Path):
     before = collect_facts(run).training("pretrain").validation
     with (run / "pretrain" / "metrics.jsonl").open("a") as lines:
         for odd in ("null", "[]", '{"a": 3.2}', '{"a": {"loss": NaN}}'):
             lines.write(f'{{"step": 299, "validation": {odd}}}\n')
-    assert collect_facts(run).training("pretrain").validation == before
+    facts = collect_facts(run)
+    assert facts.training("pretrain").validation == before
+    write_json(run / "report" / "manifest.json", {"step": "report", "seconds": 3.0, "started": 1})
+    assert collect_facts(run) == facts, "a run takes as long before as after its report"
+    for stage in "evaluate-sft sft sft-data evaluate-base pretrain tokenize train-tokenizer dedup".split():
+        (run / stage / "manifest.json").unlink()  # as if the stage had not finished
+        assert stage not in {one.step for one in collect_facts(run).steps}
+        assert stage not in ("evaluate-base", "dedup") or render(collect_facts(run))
+    assert "<h1>" in render(collect_facts(run / "nothing-here"))
 
 
 def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tmp_path: Path):
@@ -77,13 +76,6 @@ def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tm
     assert card_facts(collect_facts(tmp_path), "mit").languages == ("de", "fr"), "3 of 9,603 bytes are a mistake"
 
 
-def test_the_card_says_the_same_as_the_page_without_the_clock(facts):
-    told = card_facts(facts, "apache-2.0")
-    assert told.summary == summary(facts, "en", timed=False) and " in " not in told.summary
-    assert told.results["sft"]["lambada_openai"]["perplexity"]["value"] == pytest.approx(52.4)
-    assert told.sources[0]["documents"] == 10_690 and told.training["Pretraining: steps"] == 600
-
-
 SMALL = Path(__file__).parents[1] / "planning" / "small.yaml"
 SUMMARY = {
     "steps": 100,
@@ -94,33 +86,23 @@ SUMMARY = {
 }
 
 
-@pytest.fixture
-def planned(tmp_path: Path) -> Path:
-    """A run of the small recipe on 16 chips, as its stages would have left it."""
+def test_it_is_the_plan_of_the_slice_beside_what_was_measured_as_far_as_the_planner_knows_it(tmp_path: Path):
+    """Of a run of the small recipe on 16 chips, as its stages would have left it."""
     loaded, folder = load_recipe(SMALL), tmp_path / "small" / "pretrain"
-    folder.mkdir(parents=True)
-    (folder.parent / "recipe.json").write_text(json.dumps(loaded.recipe.model_dump(mode="json")))
-    (folder / "model.json").write_text(json.dumps({"graph": planned_graph(loaded).to_dict(), "context": 512}))
-    (folder / "result.json").write_text(json.dumps(SUMMARY))
-    (folder / "manifest.json").write_text(json.dumps({"step": "pretrain", "key": "0" * 64}))
-    return folder.parent
-
-
-def test_it_is_the_plan_of_the_slice_beside_what_was_measured(planned: Path):
-    loaded = load_recipe(SMALL)
-    plan = make_plan(loaded.recipe, planned_graph(loaded), find_slice("v4-32"))
-    facts = collect_facts(planned)
+    graph, recipe = planned_graph(loaded), loaded.recipe.model_dump(mode="json")
+    write_json(folder.parent / "recipe.json", recipe)
+    write_json(folder / "model.json", {"graph": graph.to_dict(), "context": 512})
+    write_json(folder / "result.json", SUMMARY)
+    write_json(folder / "manifest.json", {"step": "pretrain", "key": "0" * 64})
+    plan = make_plan(loaded.recipe, graph, find_slice("v4-32"))
+    facts = collect_facts(folder.parent)
     predicted = facts.trainings[0].predicted
     expected = {"step_seconds": plan.time.seconds, "seconds": plan.seconds, "memory": plan.memory.total}
     expected["tokens_per_second"] = plan.tokens_per_second
     assert {name: predicted[name] for name in expected} == pytest.approx(expected)
     page = render(facts)
     assert "seconds of a step" in page and "0.0250" in page and "75.0%" in page  # the last: of compilation
-
-
-@pytest.mark.parametrize(("name", "changed"), [("dpo", {}), ("pretrain", {"devices": {"kind": "TPU v4", "count": 7}})])
-def test_what_the_planner_does_not_know_is_left_out(planned: Path, name: str, changed: dict):
-    recipe = json.loads((planned / "recipe.json").read_text())
-    result = TrainingResult.model_validate(SUMMARY | changed)
-    for saved in (recipe, {"pretrain": "of another version"}):
-        assert read_training(name, planned / "pretrain", result, saved).predicted == {}
+    for name, changed in (("dpo", {}), ("pretrain", {"devices": {"kind": "TPU v4", "count": 7}})):
+        result = TrainingResult.model_validate(SUMMARY | changed)
+        for saved in (recipe, {"pretrain": "of another version"}):
+            assert read_training(name, folder, result, saved).predicted == {}

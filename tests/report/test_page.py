@@ -38,28 +38,16 @@ def test_well_formed_in_order_and_accessible(page: str):
     assert all(region.get("aria-label") for region in parsed.all("div") if region.get("role") == "region")
 
 
-def test_items_of_benchmarks_in_the_training_text_are_listed(run: Path):
-    with change(run / "evaluate-sft" / "results.json") as results:
-        task, entry = next(iter(results["tasks"].items()))
-        seen = {"items": 9, "found": [3], "common": [5], "without": entry["metrics"]}
-        results["contamination"] = {"texts": 7, "ngram": 13, "tasks": {task: seen}}
-    assert "3; in many texts each: 5" in Page(render(collect_facts(run), "en")).shown
-
-
-def test_loads_nothing(page: str):
+def test_nothing_is_loaded_and_a_hostile_document_is_only_text(page: str):
     parsed = Page(page)
     assert REACHING_OUT.isdisjoint({tag for tag, _ in parsed.tags})
-    for name, value in ((name, value) for _, attributes in parsed.tags for name, value in attributes.items()):
+    for name, value in (each for _, attributes in parsed.tags for each in attributes.items()):
         assert name not in ("src", "srcset", "data", "action", "poster", "background")
         assert not name.startswith("on"), "no inline handlers"
         assert name != "href" or (value and value.startswith(("#", "data:image/svg+xml,")))
     style = re.search(r"<style>(.*?)</style>", page, re.S)
     assert style and "@import" not in style[1] and "url(" not in style[1]
     assert "default-src 'none'" in (parsed.all("meta")[1]["content"] or "")
-
-
-def test_a_hostile_document_is_only_text(page: str):
-    parsed = Page(page)
     assert len(parsed.all("script")) == 1
     visible = HOSTILE.replace("\x00", "\ufffd").replace("\x1b", "\ufffd").replace("\ud800", "\ufffd")
     assert "".join(parsed.texts).count(visible) >= 3  # removed document, question, answer
@@ -104,11 +92,9 @@ def test_size_is_modest_however_long_the_run(tmp_path: Path):
 
 
 FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|similarity 0.81|Resumed at step 250
-61.0k of 150k tokens are trained
-Benchmarks searched for in the text|1,234|· quiz · 17|any out for validation: notes.fr.
-17 have reasoning that the chat template does not write
-loss on pocket-world.fr has risen from 0.910 at step 500 to 1.02 at step 600
-Fullest expert|Dropped choices"""
+61.0k of 150k tokens are trained|Benchmarks searched for in the text|1,234|· quiz · 17|any out for validation: notes.fr.
+17 have reasoning that the chat template does not write|Fullest expert|Dropped choices
+loss on pocket-world.fr has risen from 0.910 at step 500 to 1.02 at step 600"""
 
 
 def test_facts_are_on_the_page(pages: dict[str, str], facts):
@@ -117,7 +103,11 @@ def test_facts_are_on_the_page(pages: dict[str, str], facts):
     assert all(summary(facts, language) in pages[language] for language in LANGUAGES)
 
 
-def test_preferences_are_told_in_their_own_unit(run: Path):
+def test_preferences_are_told_in_their_own_unit_and_items_in_the_training_text_are_listed(run: Path):
+    with change(run / "evaluate-sft" / "results.json") as results:
+        task, entry = next(iter(results["tasks"].items()))
+        seen = {"items": 9, "found": [3], "common": [5], "without": entry["metrics"]}
+        results["contamination"] = {"texts": 7, "ngram": 13, "tasks": {task: seen}}
     shutil.copytree(run / "sft", run / "dpo")
     with change(run / "dpo" / "manifest.json") as manifest, change(run / "dpo" / "result.json") as summary:
         manifest["step"] = "dpo"
@@ -125,17 +115,14 @@ def test_preferences_are_told_in_their_own_unit(run: Path):
     page = render(collect_facts(run))
     section = page[page.index('<section id="dpo"') : page.index('<section id="scores"')]
     assert "nats per pair" in section and "nats per token" not in section and "93.6%" in section
-
-
-STEPS, SHARES = (0, 100, 200, 300), (0.62, 0.60, 0.55, 0.44)
+    assert "3; in many texts each: 5" in Page(page).shown
 
 
 def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Path):
     """Of a fine-tuning whose loss falls while a benchmark does not."""
-    looks = [
-        {"step": step, "scores": {"winogrande": {"value": share, "stderr": 0.035}}, "worse": []}
-        for step, share in zip(STEPS, SHARES, strict=True)
-    ]
+    shares = {0: 0.62, 100: 0.60, 200: 0.55, 300: 0.44}
+    scores = {step: {"winogrande": {"value": share, "stderr": 0.035}} for step, share in shares.items()}
+    looks = [{"step": step, "scores": scores[step], "worse": []} for step in shares]
     looks[-1]["worse"] = [{"task": "winogrande", "than": 0, "p": 1e-4}]
     (run / "sft" / "monitor.json").write_text(json.dumps({"threshold": 1e-3, "points": looks}))
     with change(run / "sft" / "result.json") as summary:
@@ -147,8 +134,7 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
     assert section.count("M7.071,0A7.071") == 2 and "Ringed: worse" in section  # the same point, wide and narrow
     rows = re.findall(r'<th scope="row" class="n">([\d,]+)</th><td class="n( strong)?">([\d.]+)', section)
     shown = {int(step.replace(",", "")): (bool(bold), float(share)) for step, bold, share in rows}
-    expected = {step: (step == 300, pytest.approx(100 * share)) for step, share in zip(STEPS, SHARES, strict=True)}
-    assert {step: shown[step] for step in STEPS} == expected
+    assert all(shown[step] == (step == 300, pytest.approx(100 * share)) for step, share in shares.items())
 
 
 # ---- the verb
@@ -214,10 +200,9 @@ def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, answ
     told = answer("compare", "small", "wide", "bare", "--runs", str(runs), "--html", str(tmp_path / "c.html"))
     assert [run["name"] for run in told["runs"]] == ["small", "wide", "bare"]
     assert told["settings"] == [{"key": "pretrain.steps", "values": [60, 120, 60]}]
-    results = json.loads((runs / "small" / "evaluate-sft" / "results.json").read_text())["tasks"]
-    stated = {task: {name: one["value"] for name, one in found["metrics"].items()} for task, found in results.items()}
-    scores = told["runs"][0]["scores"]
-    assert {task: {name: one["value"] for name, one in found.items()} for task, found in scores.items()} == stated
+    results, scores = runs / "small" / "evaluate-sft" / "results.json", told["runs"][0]["scores"]
+    for task, found in json.loads(results.read_text())["tasks"].items():
+        assert all(scores[task][name]["value"] == one["value"] for name, one in found["metrics"].items())
     (difference,) = told["differences"]
     assert (difference["from"], difference["to"], difference["difference"]) == ("small", "wide", 0.5)
     assert difference["low"] > 0, "the paired test finds it real"

@@ -23,24 +23,20 @@ class Running:
         self.server, self.url = server, url
 
     @contextlib.contextmanager
-    def held_up(self) -> Iterator[threading.Event]:
-        """The engine makes no step as long as the block lasts, or until the event is set."""
+    def held_up(self) -> Iterator[None]:
+        """The engine makes no step as long as the block lasts."""
         gate, step = threading.Event(), Engine.step
         with patch.object(Engine, "step", lambda engine: (gate.wait(120), step(engine))[1]):
             try:
-                yield gate
+                yield
             finally:
                 gate.set()
-
-    def wanted(self) -> int:
-        """The number of requests that are open."""
-        return len(self.server.requests)
 
 
 @contextlib.contextmanager
 def running(token: str | None = None) -> Iterator[Running]:
     """Two rows at once, and two that may wait."""
-    served = Server(tiny_llama(), key=token, max_num_seqs=2, max_queue=2, max_tokens=60)
+    served = Server(tiny_llama(), token, max_num_seqs=2, max_queue=2, max_tokens=60)
     config = uvicorn.Config(served.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
     server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

@@ -55,12 +55,6 @@ def test_it_makes_up_a_token_where_others_can_ask_and_answers_to_the_end_what_is
     assert reasons[-1] in ("length", "stop")
 
 
-def test_a_port_that_is_taken_is_one_message(model: Path, affinage):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        status, _, said = affinage("serve", str(model), "--port", str(taken.getsockname()[1]))
-    assert status == 2 and "--port" in said
-
-
 def test_a_token_that_is_given_is_asked_for_and_not_printed(model: Path, tmp_path: Path, monkeypatch, affinage):
     keys = []
 
@@ -77,9 +71,12 @@ def test_a_token_that_is_given_is_asked_for_and_not_printed(model: Path, tmp_pat
     assert keys == ["s3cret-Word!", "s3cret-File!"]
 
 
-@pytest.mark.parametrize("text", ["two words", "", None])
-def test_a_token_that_is_none_is_one_message(text: str | None, model: Path, tmp_path: Path, affinage):
-    if text is not None:
-        (tmp_path / "token").write_text(text)
-    status, _, said = affinage("serve", str(model), "--api-key-file", str(tmp_path / "token"))
-    assert status == 2 and "token" in said and "Traceback" not in said
+def test_a_token_that_is_none_and_a_port_that_is_taken_are_one_message(model: Path, tmp_path: Path, affinage):
+    for text in (None, "two words", ""):  # None: there is no such file
+        if text is not None:
+            (tmp_path / "token").write_text(text)
+        status, _, said = affinage("serve", str(model), "--api-key-file", str(tmp_path / "token"))
+        assert status == 2 and "token" in said and "Traceback" not in said
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, _, said = affinage("serve", str(model), "--port", str(taken.getsockname()[1]))
+    assert status == 2 and "--port" in said

@@ -71,7 +71,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Pat
 
 @pytest.mark.parametrize("method", ["start", "finish"])
 def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tracking, "TO_CLOSE", 0.5)
+    monkeypatch.setattr(tracking, "TO_CLOSE", {"finished": 0.5})
     for_ever, well = threading.Event(), Listed()
     reports = deliver(tmp_path, {"stuck": Listed(method, for_ever), "well": well})
     for_ever.set()
@@ -81,7 +81,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, method: str, monkey
 
 def test_of_a_tracker_that_is_too_slow_lines_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tracking, "WAITING", 3)
-    monkeypatch.setattr(tracking, "TO_CLOSE", 0.1)
+    monkeypatch.setattr(tracking, "TO_CLOSE", {"finished": 0.1})
     for_ever = threading.Event()
     [report] = deliver(tmp_path, {"stuck": Listed("log", for_ever)})
     for_ever.set()

@@ -26,7 +26,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     of["trackers"] = trackers_of({name: {} for name in names})
     of["tracked"] = TrackedRun("tiny/sft", "tiny", folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking, "TO_CLOSE", 500.0)  # MLflow makes a database of forty tables
+        long = dict.fromkeys(tracking.TO_CLOSE, 500.0)  # MLflow makes a database of forty tables
+        patch.setattr(tracking, "TO_CLOSE", long)
         with pytest.raises(RuntimeError):
             train(tiny.job(folder / "stage", 10, tiny.fails_at(8), **of))
         train(tiny.job(folder / "stage", 10, **of))

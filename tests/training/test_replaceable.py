@@ -14,7 +14,7 @@ import pytest
 import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.hardware.devices import Hardware
-from affinage.parallel import Strategy
+from affinage.parallel.strategy import Strategy
 from affinage.training import train
 from affinage.training.state import TrainState
 from affinage.training.trainer import Feed

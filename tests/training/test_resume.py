@@ -18,7 +18,7 @@ from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.store import IDENTITY, check_compatible
 from affinage.config.training import SftSettings
 from affinage.errors import Preempted
-from affinage.parallel import make_mesh
+from affinage.parallel.sharding import make_mesh
 from affinage.training import TrainJob, train
 from affinage.training.checkpointing import identity
 from affinage.training.metrics import ACCOUNTS

@@ -114,10 +114,7 @@ class Uploader:
         return self._copying
 
     def settle(self, seconds_left: Callable[[], float] = lambda: math.inf) -> str:
-        """Wait until everything is there, or an attempt has failed, or `seconds_left()`, which is polled, is 0 or less.
-
-        Returns "", or why not everything is there.
-        """
+        """Wait until all is there, a copy has failed or `seconds_left()` is 0; returns "", or why not all is there."""
         self.saved()
         while self._requests.unfinished_tasks:
             if seconds_left() <= 0:

@@ -198,7 +198,8 @@ class CheckpointStore:
         """
         processes = Processes.at_work()
         known = processes.broadcast("checkpoints", [*steps_in(self.folder).items()], seconds=IO_TIMEOUT)
-        for step, reason in reversed([each for each in known if before is None or each[0] < before]):
+        candidates = {step: reason for step, reason in known if before is None or step < before}
+        for step, reason in reversed(candidates.items()):
             if not reason:
                 try:
                     return step, *self._read(step, abstract, accept)
@@ -207,9 +208,9 @@ class CheckpointStore:
                     self._corrupted.add(step)
             if processes.first:
                 warnings.warn(f"checkpoint {step} is passed over: {reason}", CheckpointWarning, stacklevel=2)
-        if not self._corrupted:
+        if not (corrupted := sorted(self._corrupted & candidates.keys())):
             return None
-        what = f"none of the checkpoints {sorted(self._corrupted)} can be restored; the last reason: {reason}"
+        what = f"none of the checkpoints {corrupted} can be restored; the last reason: {reason}"
         fix = "Undo changes of the model or the optimizer, or give the run another name; or remove the folder."
         raise UserError(what, where=str(self.folder), fix=fix)
 

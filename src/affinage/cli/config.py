@@ -13,21 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from affinage.cli import terminal
-from affinage.cli.terminal import app, arg, described, emit, load, must_be_new, opt, table, verbs, warn
+from affinage.cli.terminal import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, app, arg, emit, load, opt
 from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from affinage.config.yaml import Path as Keys
 
-group = verbs("config", "Show the settings of a recipe, or the JSON schema of recipes.")
+group = terminal.verbs("config", "Show the settings of a recipe, or the JSON schema of recipes.")
 _SCHEMA_FILE = "recipe.schema.json"
 _UNKNOWN_CHARACTERS = 256  # the size of `vocab: auto` before the characters of the text have been counted
-_COLUMNS = ("name", "kind", "repeat", "shape", "parameters", "flops", "training_flops", "inputs")  # of `graph`
-_OPTIONAL = {  # package: (what needs it, the extra that installs it, files that are there on a machine that needs it)
-    "torch": ("export --verify", "verify", ()),
-    "ray": ("data.executor: ray, and launch --on ray", "ray", ()),
-    "libtpu": ("training on TPUs, and plan --compile for TPUs", "tpu", ("/dev/accel0", "/dev/vfio/0")),
-    "jax_cuda12_plugin": ("training on NVIDIA GPUs", "cuda", ("/dev/nvidia0", "/proc/driver/nvidia/version")),
+_OPTIONAL = {  # package -> what needs it, and the extra that installs it
+    "torch": ("export --verify", "verify"),
+    "ray": ("data.executor: ray, and launch --on ray", "ray"),
+    "libtpu": ("training on TPUs, and plan --compile for TPUs", "tpu"),
+    "jax_cuda12_plugin": ("training on NVIDIA GPUs", "cuda"),
 }
 _NEW = """\
 # yaml-language-server: $schema={schema}
@@ -40,7 +39,7 @@ name: {name}
 
 
 @app.command()
-def recipes(as_json: terminal.JsonOption = False) -> None:
+def recipes(as_json: JsonOption = False) -> None:
     """List the packaged recipes.
 
     Example: affinage recipes
@@ -51,7 +50,7 @@ def recipes(as_json: terminal.JsonOption = False) -> None:
         {"name": name, "description": read_file(path).raw.get("description", ""), "file": str(path)}
         for name, path in packaged_recipes().items()
     ]
-    shown = table([{"name": row["name"], "description": row["description"]} for row in rows])
+    shown = terminal.table([row | {"file": None} for row in rows])
     emit(rows, as_json, [shown, "\nRun one: affinage run NAME. Start your own: affinage new my-run --like NAME."])
 
 
@@ -68,22 +67,21 @@ def new(
 
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UserError(f"a run cannot be called `{name}`", fix="Use letters, digits, dots and dashes.")
-    path = Path(f"{name}.yaml")
-    must_be_new(path)
-    base = find_recipe(like)
+    path, base = Path(f"{name}.yaml"), find_recipe(like)
+    terminal.must_be_new(path)
     shown = like if like in packaged_recipes() else base.as_posix()
     Path(_SCHEMA_FILE).write_text(_schema(), encoding="utf-8")
-    path.write_text(_NEW.format(schema=_SCHEMA_FILE, file=path, base=shown, name=name), encoding="utf-8")
+    path.write_text(_NEW.format(schema=_SCHEMA_FILE, base=shown, name=name), encoding="utf-8")
     print(f"Written: {path}, based on `{shown}`. Change it, then: affinage run {path}")
 
 
 @group.command()
 def show(
-    recipe: terminal.RecipeArgument,
+    recipe: RecipeArgument,
     key: Annotated[str, arg("[KEY]", "Only this section or setting.")] = "",
-    overrides: terminal.SetOption = None,
-    runs: terminal.RunsOption = terminal.RUNS,
-    as_json: terminal.JsonOption = False,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    as_json: JsonOption = False,
 ) -> None:
     """Print every value in effect, and where it was written.
 
@@ -92,13 +90,14 @@ def show(
     from affinage.config.yaml import as_yaml
 
     loaded, _ = load(recipe, overrides, runs, lenient=True)
-    rows = []
+    tokens, rows = (loaded.raw.get("pretrain") or {}).get("tokens"), []
     for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
-        is_written, place = _is_written(loaded.raw, path, value), path
-        if path == ("pretrain", "steps") and not is_written and _is_written(loaded.raw, ("pretrain", "tokens"), None):
-            is_written, place = True, ("pretrain", "tokens")  # of which the steps are made
-        if path == ("pretrain", "tokens") and is_written:
-            value = loaded.raw["pretrain"]["tokens"]  # which have become the steps
+        place = path
+        if tokens is not None and path == ("pretrain", "steps"):
+            place = ("pretrain", "tokens")  # of which they are made
+        elif path == ("pretrain", "tokens"):
+            value = tokens
+        is_written = _is_written(loaded.raw, place, value)
         if is_written or value not in (None, "", [], {}):
             origin = loaded.locate(place) if is_written else "default"
             rows.append({"key": ".".join(map(str, path)), "value": value, "origin": origin})
@@ -106,7 +105,7 @@ def show(
     if not shown:
         fix = did_you_mean(key, [row["key"] for row in rows]) or f"`affinage config show {recipe}` lists all."
         raise UserError(f"`{key}` has no value in effect", where="KEY", fix=fix)
-    emit(shown, as_json, [table([row | {"value": as_yaml(row["value"])} for row in shown])])
+    emit(shown, as_json, [terminal.table([row | {"value": as_yaml(row["value"])} for row in shown])])
 
 
 def _leaves(value: Any, path: "Keys" = ()) -> Iterator[tuple["Keys", Any]]:
@@ -158,10 +157,7 @@ def _schema() -> str:
 
 @app.command()
 def graph(
-    recipe: terminal.RecipeArgument,
-    overrides: terminal.SetOption = None,
-    runs: terminal.RunsOption = terminal.RUNS,
-    as_json: terminal.JsonOption = False,
+    recipe: RecipeArgument, overrides: SetOption = None, runs: RunsOption = RUNS, as_json: JsonOption = False
 ) -> None:
     """Print the model graph: the shape and parameters of every node, and its FLOPs for one row.
 
@@ -172,27 +168,19 @@ def graph(
     from affinage.api import graph_of
     from affinage.model.graph import parameters, summary_table
     from affinage.model.layer import SEQUENCE
-    from affinage.results import TokenizerResult, read_result
 
-    vocabulary = None
-    if loaded.recipe.tokenizer.kind == "char":  # which has as many ids as the text has characters
-        counted = read_result((run or runs / loaded.recipe.name) / "train-tokenizer", TokenizerResult)
-        vocabulary = counted.vocabulary if counted else None
-        if not vocabulary:
-            vocabulary = _UNKNOWN_CHARACTERS
-            warn(f"`vocab: auto` is shown as {vocabulary} until `affinage data` has counted the characters")
+    vocabulary = terminal.characters_of(loaded, run or runs / loaded.recipe.name)
+    if vocabulary is None and loaded.recipe.tokenizer.kind == "char":
+        vocabulary = _UNKNOWN_CHARACTERS
+        terminal.warn(f"`vocab: auto` is shown as {vocabulary} until `affinage data` has counted the characters")
     model, context = graph_of(loaded, vocabulary), loaded.recipe.packing.seq_len
-    nodes = summary_table(model, 1, context)
-    facts = {
-        "context": context if any(SEQUENCE in shape.dims for _, shape in model.inputs) else None,
-        "parameters": asdict(parameters(model)),
-    }
-    shown = [{key: row[key] for key in _COLUMNS} for row in nodes]
-    emit({"nodes": nodes, **facts}, as_json, described({"nodes": shown, **facts}))
+    has_sequences = any(SEQUENCE in shape.dims for _, shape in model.inputs)
+    facts = {"context": context if has_sequences else None, "parameters": asdict(parameters(model))}
+    emit({"nodes": summary_table(model, 1, context), **facts}, as_json)
 
 
 @app.command()
-def doctor(runs: terminal.RunsOption = terminal.RUNS, as_json: terminal.JsonOption = False) -> None:
+def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Print what this machine has (devices, memory, disk, versions) and which packages are missing for what.
 
     Example: affinage doctor --json
@@ -210,8 +198,7 @@ def doctor(runs: terminal.RunsOption = terminal.RUNS, as_json: terminal.JsonOpti
     }
     missing = [
         {"package": package, "needed_for": purpose, "get_it": f"pip install 'affinage[{extra}]'"}
-        | {"hardware_is_here": any(map(os.path.exists, files))}
-        for package, (purpose, extra, files) in _OPTIONAL.items()
+        for package, (purpose, extra) in _OPTIONAL.items()
         if importlib.util.find_spec(package) is None
     ]
     devices = []

@@ -2,16 +2,16 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from affinage.cli import terminal
-from affinage.cli.terminal import app, counted, emit, load, opt, table, working
+from affinage.cli.terminal import app, counted, described, emit, load, opt, table, working
 from affinage.durations import duration
 from affinage.errors import UserError
-from affinage.hardware.chips import Slice, find_slice, memory_text
+from affinage.hardware.chips import GiB, Slice, find_slice, memory_text
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from affinage.planning.compiled import CompileReport
     from affinage.planning.plan import Plan, Training
 
-_Answer = tuple[dict[str, Any], Iterable[Any]]  # the facts, and lines and tables for people
-_BEST = 3  # settings that --search prints
 _ON = "By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu."
 
 
@@ -44,8 +42,6 @@ def plan(
     A plan that does not fit is an answer, with exit status 0.
 
     Example: affinage plan julian-600m --on v4-32 --compile
-
-    affinage plan capacity --on v4-128 --width 10240
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
     modes: dict[str, Any] = {"--which": which, "--width": width, "--curve": curve, "--search": search}
@@ -58,31 +54,24 @@ def plan(
     if on and any(each.startswith("hardware.price=") for each in overrides):  # of the chips that are planned for
         overrides = [f"hardware.slice={on}", *overrides]
     planned = _planned(recipe, overrides, training, runs)
-    from affinage.planning.plan import default_slice, make_plan
+    from affinage.planning.plan import compare, default_slice
+    from affinage.planning.search import curve as scaled
 
-    where = named or default_slice(planned.loaded.recipe)
-    facts: dict[str, Any]
-    view: Iterable[Any]
+    where, view = named or default_slice(planned.loaded.recipe), None
     if which:
-        facts, view = _which(planned)
-    elif width is not None:
-        facts, view = _capacity(planned, where, width, tries)
+        with working("planning"):
+            plans, refused = compare(planned.loaded.recipe, planned.graph)
+        errors = [{"slice": slice.name, "error": error.what, "fix": error.fix} for slice, error in refused]
+        facts = {"plans": [_row(made) for made in plans], "refused": errors}
     elif curve:
-        from affinage.planning.search import curve as scaled
-
-        facts, rows = {"curve": []}, []
-        for made, efficiency in scaled(planned.loaded.recipe, planned.graph, curve, where):
-            facts["curve"].append(made.to_dict() | {"efficiency": efficiency})
-            columns = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU", "total", "cost", "bound by")
-            rows.append(_row(made, *columns) | {"of ideal": f"{efficiency:.0%}"})
-        view = [table(rows)]
+        points = scaled(planned.loaded.recipe, planned.graph, curve, where)
+        facts = {"curve": [_row(made) | {"of_ideal": efficiency} for made, efficiency in points]}
+    elif width is not None:
+        facts = _capacity(planned, where, width, tries)
     elif search:
         facts, view = _search(planned, where, compile_step)
     else:
-        made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
-        report = planned.compiled(where) if compile_step else None
-        facts = made.to_dict() | ({"compiled": vars(report)} if report else {})
-        view = _plan_view(made, report, planned.extent)
+        facts, view = _one(planned, where, compile_step)
     emit(facts, as_json, view)
 
 
@@ -113,18 +102,17 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     from affinage.pipeline.models import RECIPE, ROWS
     from affinage.planning.plan import only, planned_graph, training_settings
     from affinage.registry import load_plugins
-    from affinage.results import SequencesResult, TokenizerResult, read_result
+    from affinage.results import SequencesResult, read_result
     from affinage.training.optimizer import check_choices
 
     run = of_run or runs / loaded.recipe.name
     file = str(loaded.path if of_run is None else run / RECIPE)
     changed = [*overrides, *(only(training, loaded.recipe) if training else ())]
-    tokenizer = read_result(run / "train-tokenizer", TokenizerResult)
-    if tokenizer and tokenizer.vocabulary and loaded.recipe.tokenizer.kind == "char":  # one id for each character
+    if vocabulary := terminal.characters_of(loaded, run):
         nodes = loaded.recipe.model.get("nodes")
-        named = nodes.items() if isinstance(nodes, dict) else ()  # what is wrong with others is reported below
-        automatic = [node for node, layer in named if isinstance(layer, dict) and layer.get("vocab") == "auto"]
-        changed += [f"model.nodes.{node}.vocab={tokenizer.vocabulary}" for node in automatic]
+        named_nodes = nodes.items() if isinstance(nodes, dict) else ()  # what is wrong with others is reported below
+        automatic = [node for node, layer in named_nodes if isinstance(layer, dict) and layer.get("vocab") == "auto"]
+        changed += [f"model.nodes.{node}.vocab={vocabulary}" for node in automatic]
     if changed != overrides:
         loaded = load_recipe(file, changed, left_out=None if of_run is None else [])
     load_plugins(loaded)
@@ -138,141 +126,94 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     return _Planned(name, file, changed, loaded, planned_graph(loaded), tokens, extent)
 
 
-def _plan_view(made: "Plan", report: "CompileReport | None", extent: str) -> Iterator[Any]:
-    """What a training needs and takes, part by part, and the compiler's report; `extent` is the part of the recipe."""
+def _one(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str, Any], list[Any]]:
+    """The plan for one slice, with the compiler's report where the step is compiled, and the text of both."""
     from affinage.data.dataloader import repetition
+    from affinage.planning.plan import make_plan
 
-    where, facts, memory, time = made.where, made.facts, made.memory, made.time
-    shape = "x".join(map(str, where.shape))
-    chips = f"{where.chips} × {where.chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
-    yield f"{made.recipe.name} on {where.name}: {chips}; mesh: {_mesh(made.device.sizes) or 'one device'}"
-    yield f"{extent}\n"
-    whole = f" ({facts.parameters:,} in total)" if facts.active != facts.parameters else ""
-    steps = f"{counted(facts.steps, 'step')} × {counted(facts.rows, 'row')} × {facts.context:,} tokens"
-    ratio = f"{facts.tokens_per_parameter:,.1f} for each of {facts.active:,} parameters{whole}"
-    yield f"{made.section}: {steps} = {facts.tokens:,} tokens, {ratio}"
-    yield f"{facts.flops:.3g} FLOPs to train, counted node by node; 6·N·D = {facts.flops_by_rule:.3g}"
-    if facts.epochs is not None:
-        yield f"{facts.epochs:.2f} epochs over {facts.data_tokens:,} tokens of training data"
-        yield from [f"{made.section} {advice}"] if (advice := repetition(facts.epochs)) else []
-    disk = memory_text(made.save_bytes * (made.recipe.runtime.checkpoint.keep_last + 1))
-    yield f"a checkpoint takes {memory_text(made.save_bytes)}; those that are kept and the next take {disk} of disk\n"
-    parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size}
-    parts |= {f"estimate: {'fits' if made.fits else 'does not fit'}": memory.total, "a program may take": made.capacity}
-    yield table([{"memory of a device": name, "": memory_text(size)} for name, size in parts.items()])
+    made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
+    report = planned.compiled(where) if compile_step else None
+    facts = made.to_dict() | ({"compiled": vars(report)} if report else {})
+    where, memory, time = made.where, made.memory, made.time
+    chips = f"{where.chips} × {where.chip.name}, {counted(where.devices, 'device')}, hosts: {where.hosts}"
+    view: list[Any] = [f"{made.recipe.name} on {where.name}: {chips}; mesh: {_mesh(made) or 'one device'}"]
+    view.append(f"{planned.extent}\n")
+    disk = made.save_bytes * (made.recipe.runtime.checkpoint.keep_last + 1)
+    view += described(asdict(made.facts) | {"checkpoint_bytes": made.save_bytes, "all_checkpoints_bytes": disk})
+    if made.facts.epochs is not None and (advice := repetition(made.facts.epochs)):
+        view.append(f"{made.section} {advice}")
+    parts = [
+        {"part": name.replace("_", " "), "takes": memory_text(size)} for name, size in vars(memory).items() if size
+    ]
+    nodes = [
+        vars(node) | {"takes": node.seconds, "seconds": None, "flops": None} for node in time.nodes if node.seconds
+    ]
+    nodes += [
+        {"name": name, "takes": takes} for name in ("update", "adding", "bubble") if (takes := getattr(time, name))
+    ]
+    step = {"name": "step", "takes": time.seconds, "bound": time.bound}
+    view += described({"memory of a device": parts, "seconds of a step": [*nodes, step]})
+    room = f"{memory_text(memory.total)} of the {memory_text(made.capacity)} that a program may take"
+    view.append(f"\nestimate: {'fits' if made.fits else 'does not fit'}, {room}")
     if report is not None:
-        peak = memory_text(report.peak_bytes) if report.peak_bytes else "memory unknown"
         off = f"the estimate is {memory.total / report.peak_bytes - 1:+.1%} off" if report.fits else report.message
-        yield f"compiler: {'fits' if report.fits else 'does not fit'}, {peak}; {off}"
-        for name, counts in (("collectives", report.collectives), ("attention", report.attention)):
-            if counts is not None:
-                yield f"  {name} in the program: {', '.join(f'{n} {kind}' for kind, n in counts.items()) or 'none'}"
-    yield ""
-    columns = {"compute": "compute", "memory": "memory", "launches": "launches", "hidden": "links, hidden"}
-    columns |= {"exposed": "links, waited for", "seconds": "takes"}
-    if where.platform != "gpu":
-        columns.pop("launches")
-    rows = [
-        {"seconds of a step": node.name}
-        | {title: f"{getattr(node, part):.4f}" for part, title in columns.items()}
-        | {"bound by": node.bound}
-        for node in time.nodes
-        if node.seconds
-    ]
-    others = [("update of the weights", time.update, "memory"), ("sums over micro-batches", time.adding, "")]
-    others += [("bubble", time.bubble, ""), ("step", time.seconds, time.bound)]
-    blank = dict.fromkeys(["seconds of a step", *columns.values()], "")
-    rows += [
-        blank | {"seconds of a step": name, "takes": f"{seconds:.4f}", "bound by": bound}
-        for name, seconds, bound in others
-        if seconds
-    ]
-    yield table(rows)
+        view.append(f"compiler: {_verdict(report)}; {off}")
+        counts = {"collectives": report.collectives, "attention": report.attention}
+        view += described({name: count or "none" for name, count in counts.items() if count is not None})
     mfu = "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
     cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour"
     if cost and made.price != made.recipe.hardware.price:
         cost += " (remembered in 2025; set hardware.price)"
-    speed = f"{made.tokens_per_second:,.0f} tokens/s{mfu}; {duration(made.seconds)} in total{cost}"
-    yield "\n" + ("" if made.fits else "if it fitted: ") + speed
-    yield from (f"\nWarning: {warning}" for warning in made.warnings)
-    yield from ["\nClaims that cannot be true:"] if made.contradictions else []
-    yield from (f"  {claim}: {what}" for claim, what in made.contradictions.items())
+    view.append(f"{made.tokens_per_second:,.0f} tokens/s{mfu}; {duration(made.seconds)} in total{cost}")
+    view += [f"\nWarning: {warning}" for warning in made.warnings]
+    view += ["\nClaims that cannot be true:"] if made.contradictions else []
+    return facts, view + [f"  {claim}: {what}" for claim, what in made.contradictions.items()]
 
 
-def _mesh(sizes: Any) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+def _mesh(made: "Plan") -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in made.device.sizes.items() if size > 1)
 
 
-def _row(made: "Plan", *columns: str) -> dict[str, Any]:
-    """The cells of a plan in a table of plans, for some columns."""
-    cells = {
-        "slice": made.where.name,
-        "chips": made.where.chips,
-        "mesh": _mesh(made.device.sizes),
-        "rows": made.device.rows,
-        "fits": "nearly" if made.nearly_full else "yes" if made.fits else "no",
-        "of a device": memory_text(made.memory.total),
-        "may take": memory_text(made.capacity),
-        "step": f"{made.time.seconds:.4g} s",
-        "tokens/s": f"{made.tokens_per_second:,.0f}",
-        "MFU": f"{made.mfu:.0%}" if made.mfu else "",
-        "total": duration(made.seconds),
-        "cost": "" if made.cost is None else f"${made.cost:,.2f}",
-        "of 1e9 tokens": "" if made.cost_per_billion is None else f"${made.cost_per_billion:,.2f}",
-        "bound by": made.time.bound,
-    }
-    return {column: cells[column] for column in columns}
+def _verdict(report: "CompileReport") -> str:
+    size = memory_text(report.peak_bytes) if report.peak_bytes else "memory unknown"
+    return f"{'fits' if report.fits else 'does not fit'}, {size}"
 
 
-def _which(planned: _Planned) -> _Answer:
-    """The plan on every slice, those that fit first, and the slices that the recipe cannot be split over."""
-    from affinage.planning.plan import compare
-
-    with working("planning"):
-        plans, refused = compare(planned.loaded.recipe, planned.graph)
-    columns = ("slice", "chips", "fits", "of a device", "may take", "step", "tokens/s", "MFU", "total", "cost")
-    rows = [_row(made, *columns, "of 1e9 tokens", "bound by") for made in plans]
-    view = [f"{planned.loaded.recipe.name}; {planned.extent}\n", table(rows)]
-    view += [f"\nLeft out: {len(refused)} of {len(plans) + len(refused)} slices."] if refused else []
-    for setting in dict.fromkeys(error.where for _, error in refused):
-        names, errors = zip(*((where.name, error) for where, error in refused if error.where == setting))
-        view.append(f"  {setting}: {', '.join(names)}. The first of them: {errors[0].what}. {errors[0].fix}")
-    facts = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
-    return {"plans": [made.to_dict() for made in plans], "refused": facts}, view
+def _row(made: "Plan") -> dict[str, Any]:
+    """What a table of plans has of one."""
+    row: dict[str, Any] = {"slice": made.where.name, "chips": made.where.chips, "mesh": _mesh(made)}
+    row |= {"fits": "nearly" if made.nearly_full else "yes" if made.fits else "no"}
+    row |= {"memory_gib": made.memory.total / GiB, "of_gib": made.capacity / GiB, "step_time": made.time.seconds}
+    row |= {"tokens_per_second": round(made.tokens_per_second), "mfu": made.mfu and round(made.mfu, 2)}
+    row |= {"hours": made.seconds / 3600, "cost": made.cost, "cost_per_billion_tokens": made.cost_per_billion}
+    return row | {"bound_by": made.time.bound}
 
 
-def _search(planned: _Planned, where: Slice, compile_step: bool) -> _Answer:
-    """The best settings, with the compiler's report of each where the step is compiled."""
+def _search(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str, Any], list[Any]]:
+    """The best settings, with the compiler's report of each where the step is compiled, and the text of both."""
     import yaml
 
     from affinage.planning.search import search
 
-    recipe = planned.loaded.recipe
+    recipe, best, paste = planned.loaded.recipe, list[dict[str, Any]](), ""
     with working("searching") as progress:
-        best, candidates, estimated = search(recipe, planned.graph, where, _BEST, progress)
-    rows: list[dict[str, Any]] = []
-    facts: list[dict[str, Any]] = []
-    paste = ""
-    for candidate, made in best:
-        facts.append({"settings": candidate.settings(recipe), "plan": made.to_dict()})
-        rows.append({"mesh": _mesh(candidate.sizes), "micro-batches": candidate.micro_batches})
-        rows[-1] |= {"remat": candidate.remat} | _row(made, "step", "MFU", "of a device", "may take", "bound by")
+        found, candidates, estimated = search(recipe, planned.graph, where, progress=progress)
+    for candidate, made in found:
+        row = {"micro_batches": candidate.micro_batches, "remat": candidate.remat} | _row(made)
         report = planned.compiled(where, candidate.overrides(recipe)) if compile_step else None
-        if report is not None:
-            facts[-1]["compiled"] = vars(report)
-            rows[-1]["compiler"] = f"{'fits' if report.fits else 'refuses'}, {memory_text(report.peak_bytes)}"
+        best.append(row | {"compiler": report and _verdict(report), "settings": candidate.settings(recipe)})
         if not paste and (report is None or report.fits):
-            lines = yaml.safe_dump(facts[-1]["settings"], sort_keys=False, default_flow_style=None)
-            paste = f"The best of them, to paste into the recipe:\n\n{lines.rstrip()}"
-    ways = f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"
-    view = [ways, table(rows)]
-    if best[0][1].nearly_full and not compile_step:
+            lines = yaml.safe_dump(best[-1]["settings"], sort_keys=False, default_flow_style=None).rstrip()
+            paste = f"The best of them, to paste into the recipe:\n\n{lines}"
+    view: list[Any] = [f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"]
+    view.append(table([row | {"slice": None, "chips": None, "settings": None} for row in best]))
+    if found[0][1].nearly_full and not compile_step:
         view.append("\nMore than 90 % of a device's memory, by the estimate: check whether they fit, with --compile.")
     view.append("\n" + (paste or "The compiler refused all of them."))
-    return {"candidates": candidates, "estimated": estimated, "best": facts}, view
+    return {"candidates": candidates, "estimated": estimated, "best": best}, view
 
 
-def _capacity(planned: _Planned, where: Slice, width: int, tries: int) -> _Answer:
+def _capacity(planned: _Planned, where: Slice, width: int, tries: int) -> dict[str, Any]:
     """The largest model with its predicted step and the command that plans it; prints every attempt as it comes."""
     from affinage.pipeline.models import command
     from affinage.planning.compiled import FAX, capacity, shape
@@ -282,20 +223,15 @@ def _capacity(planned: _Planned, where: Slice, width: int, tries: int) -> _Answe
         raise UserError(f"{planned.name} has no node `blocks`", where="--width", fix=fix)
 
     def progress(layers: int, parameters: int, report: "CompileReport") -> None:
-        fits = f"{'fits' if report.fits else 'refused'}, {memory_text(report.peak_bytes)}"
-        print(f"{layers} layers, {parameters / 1e9:.1f}B: {fits}", file=sys.stderr, flush=True)
+        print(f"{layers} layers, {parameters / 1e9:.1f}B: {_verdict(report)}", file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]
     reports, layers, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
-    facts: dict[str, Any] = {"layers": layers, "parameters": made.facts.parameters, "seconds": made.time.seconds}
-    model = f"{made.facts.parameters / 1e9:.1f}B parameters, {layers} layers of width {width}"
-    view = [f"\n{where.name}: {model}; predicted: {made.time.seconds:.2f} s a step"]
+    facts: dict[str, Any] = {"layers": layers, "parameters": made.facts.parameters}
+    facts["predicted_seconds"] = made.time.seconds
     if (where.name, width) in FAX:  # its feed-forward width and heads are not published
         parameters, seconds = FAX[where.name, width]
-        facts["times_fax"] = made.facts.parameters / parameters
-        times = f"{facts['times_fax']:.2f} times as many"
-        view.append(f"FAX reached {parameters / 1e9:.1f}B at {seconds:.2f} s a step: {times}.")
+        facts["FAX"] = {"parameters": parameters, "seconds": seconds, "ratio": made.facts.parameters / parameters}
     words = [word for each in chosen for word in ("--set", each)]
-    view.append("\n" + command("plan", planned.name, "--on", where.name, *words))
-    facts |= {"overrides": chosen, "attempts": {tried: vars(report) for tried, report in reports.items()}}
-    return facts, view
+    facts |= {"attempts": {tried: vars(report) for tried, report in reports.items()}, "overrides": chosen}
+    return facts | {"command": command("plan", planned.name, "--on", where.name, *words)}

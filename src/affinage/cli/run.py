@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from affinage.cli import terminal
-from affinage.cli.terminal import PipelineOptions, arg, emit, find, load, only_data_on_stdout, opt, screen
+from affinage.cli.terminal import PipelineOptions, arg, emit, find, load, only_data_on_stdout, opt, write
+from affinage.cluster.processes import init_distributed
 from affinage.errors import UserError
+from affinage.stopping import StopSignals, without_readers
 
 if TYPE_CHECKING:
-    from affinage.cluster.launch import WorkerGroup
-    from affinage.config.load import LoadedRecipe
+    from affinage.pipeline.models import Target
 
 
 @terminal.app.command()
@@ -36,8 +37,8 @@ def run(
     run_pipeline(recipe, PipelineOptions(overrides, runs, force, dry_run, as_json), until or ())
 
 
-def verb_until(name: str, steps: Sequence[str], data: str, help: str, group: typer.Typer = terminal.app) -> None:
-    """Register a verb that runs a recipe up to those of `steps` that it has, or shows the rows of its step `data`."""
+def verb_until(name: str, steps: Sequence[str], rows: str, help: str, group: typer.Typer = terminal.app) -> None:
+    """Register a verb that runs a recipe up to those of `steps` that it has, or shows those of its step `rows`."""
 
     @group.command(name, help=help)
     def verb(
@@ -49,22 +50,21 @@ def verb_until(name: str, steps: Sequence[str], data: str, help: str, group: typ
         dry_run: terminal.DryRunOption = False,
         as_json: terminal.JsonOption = False,
     ) -> None:
-        settings = PipelineOptions(overrides, runs, force, dry_run, as_json)
-        folder = run_pipeline(recipe, settings, (data,) if show else steps, any_of=True)
+        options = PipelineOptions(overrides, runs, force, dry_run, as_json)
+        folder = run_pipeline(recipe, options, (rows,) if show else steps, any_of=True)
         if not show or dry_run:
             return
         from affinage.data.tokenizer import Tokenizer
         from affinage.data.tuning_data import show_examples
         from affinage.pipeline.models import made_from
 
-        rows = folder / data
-        tokenizer = made_from(rows.resolve(), "train-tokenizer")
+        tokenizer = made_from((folder / rows).resolve(), "train-tokenizer")
         if tokenizer is None:
-            raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
+            raise UserError("the tokenizer of this data is gone", where=str(folder / rows), fix="Run the recipe again.")
         with only_data_on_stdout(as_json):
-            for title, example in show_examples(rows, Tokenizer(tokenizer), show):
-                screen().print(f"\n[bold]{title}[/bold]: what is trained on stands between ⟦ and ⟧")
-                screen().print(example, markup=False, highlight=False)
+            for title, example in show_examples(folder / rows, Tokenizer(tokenizer), show):
+                write(f"\n{title}: what is trained on stands between ⟦ and ⟧")
+                write(example)
 
 
 for _name, _step, _data, _until, _example in (
@@ -103,32 +103,24 @@ def launch(
         fix = f"Write {processes} at most."
         raise UserError(f"more than --processes {processes}", where=f"--min-processes {min_processes}", fix=fix)
     loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
-    from affinage.cluster.launch import start_local, supervise
+    from affinage.cluster.launch import WorkerGroup, start_local, supervise
     from affinage.pipeline.models import RECIPE
 
     file = (loaded.path if run is None else run / RECIPE).resolve()
-    words = ["run", str(file), "--runs", str(runs.absolute())]
-    for option, values in (("--set", overrides), ("--until", until)):
-        words += [word for value in values or () for word in (option, value)]
-    write = partial(print, flush=True)
+    words = ["run", str(file), "--runs", str(runs.absolute()), *_words("--set", overrides), *_words("--until", until)]
+    say = partial(print, flush=True)
     with contextlib.ExitStack() as cleanup:
-        if on == "local":
-            start: Callable[..., WorkerGroup] = partial(start_local, workers=processes, devices=devices, say=write)
-        else:
+        start: Callable[..., WorkerGroup] = partial(start_local, workers=processes, devices=devices, say=say)
+        if on == "ray":
             from affinage.cluster.ray_launch import RayLauncher
 
-            how: Any = {"address": address, "min_workers": min_processes, "devices": devices}
-            launcher = RayLauncher(processes, files=_files_of(loaded), say=write, **how)
-            cleanup.callback(launcher.close)
-            start = launcher.start
-        status = supervise(start, words, max_failures=max_failures, grace=grace, say=write)
+            plugins = [loaded.beside(path, ("plugins", at)) for at, path in enumerate(loaded.recipe.plugins)]
+            files = {os.fspath(path.resolve()): path.read_bytes() for path in (*loaded.files, *plugins)}
+            cluster: Any = {"address": address, "min_workers": min_processes, "devices": devices}
+            launcher = RayLauncher(processes, files=files, say=say, **cluster)
+            start = cleanup.enter_context(contextlib.closing(launcher)).start
+        status = supervise(start, words, max_failures=max_failures, grace=grace, say=say)
     raise typer.Exit(status)
-
-
-def _files_of(loaded: "LoadedRecipe") -> dict[str, bytes]:
-    """The recipe's file, those that it is based on, and its plug-ins, by their paths here."""
-    plugins = [loaded.beside(plugin, ("plugins", index)) for index, plugin in enumerate(loaded.recipe.plugins)]
-    return {os.fspath(path.resolve()): path.read_bytes() for path in (*loaded.files, *plugins)}
 
 
 @terminal.app.command()
@@ -185,22 +177,17 @@ def report(
 
 
 def run_pipeline(
-    name: str, settings: PipelineOptions, until: Sequence[str], *, any_of: bool = False, only: Sequence[str] = ()
+    name: str, options: PipelineOptions, until: Sequence[str], *, any_of: bool = False, only: Sequence[str] = ()
 ) -> Path:
     """Run the steps of a recipe, or of a run's recipe, until some of them; show them and return the run's folder.
 
-    With `any_of`, steps of `until` that the recipe does not have are left out, as long as it has one of them. If steps
-    are named by `only`, no others run and no result is printed: for others that are not complete, the error's fix is
-    the command that runs them.
+    With `any_of`, steps of `until` that the recipe does not have are left out, as long as it has one of them. With
+    `only`, no other steps run and no result is printed; UserError: others are not complete.
     """
-    from affinage.stopping import StopSignals, without_readers
-
     with StopSignals(), without_readers():  # a signal that comes while the recipe is read has nothing to save
-        loaded, run_folder = load(name, settings.overrides, settings.runs)
-        runs = settings.runs if run_folder is None else run_folder.parent  # a run named by its path is run where it is
+        loaded, run_folder = load(name, options.overrides, options.runs)
+        runs = options.runs if run_folder is None else run_folder.parent  # a run named by its path is run where it is
         from affinage.cli.watch import Watch, show_plan, show_result
-        from affinage.cluster.processes import init_distributed
-        from affinage.hardware.devices import prepare
         from affinage.pipeline.build import build_steps
         from affinage.pipeline.models import command
         from affinage.pipeline.runner import PipelineRunner
@@ -211,46 +198,46 @@ def run_pipeline(
             raise UserError(what, where=str(loaded.path), fix=f"`{command('graph', name)}` shows its model.")
         if any_of:
             until = [step for step in until if step in {each.name for each in steps}] or until
-        runner = PipelineRunner(loaded, runs, steps, until=until, force=settings.force or ())
-        prepare()
-        if settings.dry_run:
+        runner = PipelineRunner(loaded, runs, steps, until=until, force=options.force or ())
+        if options.dry_run:
             plan = runner.plan()
             runner.check(plan)
-            show_plan(plan, settings.as_json)
+            show_plan(plan, options.as_json)
             return runner.folder
-        heartbeat = recipe.runtime.heartbeat_timeout
-        with init_distributed(heartbeat) as processes, only_data_on_stdout(settings.as_json):
+        with init_distributed(recipe.runtime.heartbeat_timeout) as processes, only_data_on_stdout(options.as_json):
             if not processes.first:
                 runner.follow()
                 return runner.folder
             plan = runner.plan()
             waiting = [step.name for step in plan if not step.complete]
             if only and (before := [step for step in waiting if step not in only]):
-                words = [word for setting in settings.overrides or () for word in ("--set", setting)]
-                words += [word for step in until for word in ("--until", step)]
+                words = [*_words("--set", options.overrides), *_words("--until", until)]
                 fix = f"Run them: {command('run', name, *words, runs=runs)}"
                 raise UserError(f"steps that come before are not complete: {', '.join(before)}", where=name, fix=fix)
             with processes.all_at_work():  # the mesh is of all their devices
                 runner.check(plan)
             if recipe.pretrain is not None and recipe.pretrain_tokens is not None and "pretrain" in waiting:
-                tokens = f"pretrain: {recipe.pretrain.steps:,} steps, {recipe.pretrain_tokens:,} tokens"
-                screen().print(tokens, highlight=False)
+                write(f"pretrain: {recipe.pretrain.steps:,} steps, {recipe.pretrain_tokens:,} tokens")
             seconds = runner.run(Watch())
         if not only:
-            show_result(runner, [step.name for step in plan], seconds, settings.as_json)
+            show_result(runner, [step.name for step in plan], seconds, options.as_json)
         return runner.folder
 
 
-def run_own_steps(name: str, settings: PipelineOptions, section: str, steps: Sequence[str], instead: str) -> Path:
-    """Run those of a run's last steps that are missing, and nothing before them. Returns the run's folder.
+def _words(option: str, values: Sequence[str] | None) -> list[str]:
+    """The words of an option that may be repeated."""
+    return [word for value in values or () for word in (option, value)]
 
-    `steps` carry out a `section` of the recipe; `instead` is what to do where the recipe of the run does not have it.
+
+def run_own_steps(target: "Target", options: PipelineOptions, section: str, steps: Sequence[str], instead: str) -> Path:
+    """Run the last steps of a run, those of a `section` of its recipe, and nothing before them; returns its folder.
+
+    `instead` is what to do where the recipe of the run does not have the section.
     """
-    from affinage.pipeline.models import check_complete, recorded, resolve, run_of
+    from affinage.pipeline.models import check_complete, recorded, run_of
 
-    target = resolve(name, settings.runs)
-    if not settings.overrides:
-        check_complete(target, settings.runs)
-        if recorded(run_of(target, settings.runs)).get(section) is None:
-            raise UserError(f"the recipe of this run has no `{section}`", where=name, fix=instead)
-    return run_pipeline(name, settings, steps, any_of=True, only=steps)
+    if not options.overrides:
+        check_complete(target, options.runs)
+        if recorded(run_of(target, options.runs)).get(section) is None:
+            raise UserError(f"the recipe of this run has no `{section}`", where=target.name, fix=instead)
+    return run_pipeline(target.name, options, steps, any_of=True, only=steps)

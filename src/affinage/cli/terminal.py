@@ -1,7 +1,6 @@
 """What verbs share: the program and its options, names and opened models, and the one way to print a result."""
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -11,16 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
+import rich
 import typer
+from rich.console import Console, RenderableType
 from rich.filesize import decimal
+from rich.table import Table
 
+from affinage.cluster.processes import is_first
 from affinage.durations import duration
 from affinage.errors import UserError, plain
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from affinage.config.load import LoadedRecipe
     from affinage.generation.engine import LoadedModel
     from affinage.pipeline.models import Target
@@ -64,15 +64,13 @@ def _is_a_folder(runs: Path) -> Path:
 
 def _mesh(text: str) -> dict[str, int | str]:
     """The devices along each axis, from `fsdp=4,tensor=2`."""
-    parts = dict(part.strip().partition("=")[::2] for part in text.split(","))
-    if len(parts) <= text.count(",") or not all(size.isdecimal() or size == "auto" for size in parts.values()):
-        fix = "For example: --mesh tensor=2, or --mesh fsdp=4,tensor=2; one size may be auto."
-        raise UserError(f"`{text}` is not a mesh", where="--mesh", fix=fix)
     from affinage.config.training import MeshAxis
 
-    if unknown := parts.keys() - get_args(MeshAxis):
-        fix = f"The axes are {', '.join(get_args(MeshAxis))}."
-        raise UserError(f"unknown mesh axis {min(unknown)!r}", where="--mesh", fix=fix)
+    parts, axes = dict(part.strip().partition("=")[::2] for part in text.split(",")), get_args(MeshAxis)
+    sizes_are_valid = all(size.isdecimal() or size == "auto" for size in parts.values())
+    if not sizes_are_valid or not parts.keys() <= {*axes} or len(parts) <= text.count(","):
+        fix = f"For example: --mesh fsdp=4,tensor=2. One size may be auto; the axes are {', '.join(axes)}."
+        raise UserError(f"`{text}` is not a mesh", where="--mesh", fix=fix)
     return {axis: size if size == "auto" else int(size) for axis, size in parts.items()}
 
 
@@ -80,16 +78,14 @@ RecipeArgument = Annotated[str, arg("RECIPE|RUN", "A recipe file, a run, or a pa
 _MODEL = "A run, a training (RUN/pretrain), a checkpoint (...@1000, @ema, @mean:5), an import, a Hugging Face folder."
 ModelArgument = Annotated[str, arg("MODEL", _MODEL)]
 RunArgument = Annotated[str, arg("RUN", "A run, or its recipe.")]
-_SET = "Change a setting, e.g. pretrain.steps=100. May be repeated."
-SetOption = Annotated[list[str] | None, opt(_SET, "--set", metavar="KEY=VALUE")]
+SetOption = Annotated[list[str] | None, opt("Change a setting. May be repeated.", "--set", metavar="KEY=VALUE")]
 _RUNS: dict[str, Any] = {"metavar": "DIR", "envvar": "AFFINAGE_RUNS", "callback": _is_a_folder}
 RunsOption = Annotated[Path, opt("The folder of all runs.", "--runs", **_RUNS)]
 LangOption = Annotated[Literal["en", "fr"] | None, opt("The language of the output.", "--lang", show_default=False)]
 JsonOption = Annotated[bool, opt("Print JSON, for scripts.", "--json")]
 DryRunOption = Annotated[bool, opt("List what would run and why, and do nothing.", "--dry-run")]
 UntilOption = Annotated[list[str] | None, opt("Stop after this step. May be repeated.", "--until", metavar="STEP")]
-_FORCE = "Run this step again, and those that read it. May be repeated."
-ForceOption = Annotated[list[str] | None, opt(_FORCE, "--force", metavar="STEP")]
+ForceOption = Annotated[list[str] | None, opt("Run this step, and its readers, again.", "--force", metavar="STEP")]
 _MESH = "Split the weights over devices, e.g. tensor=2 or fsdp=4,tensor=2. Default: each has a copy."
 MeshOption = Annotated[Any, opt(_MESH, "--mesh", metavar="AXIS=DEVICES,...", parser=_mesh, show_default=False)]
 _MAX_LEN = f"Longest prompt and answer together. Default: the model's; serve, eval of other models: {MAX_RESERVED}."
@@ -131,10 +127,9 @@ def find(name: str, runs: Path) -> "Target":
 def load(
     name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: bool = False
 ) -> "tuple[LoadedRecipe, Path | None]":
-    """Returns the recipe that a name stands for, with `overrides` laid over it, and the folder of a run that is named.
+    """Returns the recipe that a name stands for, under `overrides`, and the folder of a run that is named.
 
-    With `lenient`, settings of a run that no longer exist are left out, with a warning. A warning is also printed for a
-    run that has the name of a packaged recipe and other settings.
+    With `lenient`, settings of a run that no longer exist are left out, with a warning.
     """
     from affinage.config.load import load_recipe, packaged_recipes
     from affinage.pipeline.models import recipe_of
@@ -147,76 +142,85 @@ def load(
     return loaded, target.run
 
 
-def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, dict[str, Any]]":
-    """Returns the model that a name stands for, and how far it is trained (`state_of`), which is printed (`announce`).
+def characters_of(loaded: "LoadedRecipe", run: Path) -> int | None:
+    """Returns the number of ids of a run's tokenizer of characters; None of another kind, or before it is made."""
+    from affinage.results import TokenizerResult, read_result
 
-    UserError: there is none, or it is a run that is not complete; with the command that completes it.
-    """
-    from affinage.cluster.processes import is_first
-    from affinage.pipeline.models import check_complete, locate, resolve, state_of
+    made = read_result(run / "train-tokenizer", TokenizerResult)
+    return made.vocabulary if made and loaded.recipe.tokenizer.kind == "char" else None
 
-    target = find(name, runs) if announce else resolve(name, runs)
+
+def model_of(target: "Target", runs: Path) -> "tuple[Target, dict[str, Any]]":
+    """Returns the model that a target stands for, and its `state_of`; UserError: there is none, or it is incomplete."""
+    from affinage.pipeline.models import check_complete, locate, state_of
+
     check_complete(target, runs)
-    state = state_of(target, runs)
-    if announce and state and is_first():
-        print(f"Model: {describe(state)}", file=sys.stderr)
-    return locate(target, runs), state
+    return locate(target, runs), state_of(target, runs)
 
 
 def describe(state: dict[str, Any]) -> str:
-    """How far a model is trained, in words."""
+    """Returns how far a model is trained, in words."""
     return f"{state['model']}, step {state['step']:,} of {state['steps']:,}"
 
 
-def opened(
-    name: str, runs: Path, mesh: Any, max_model_len: int | None, *, reserves: bool = False, announce: bool = True
-) -> "tuple[LoadedModel, dict[str, Any]]":
-    """Returns the model that a name stands for, opened on a mesh for texts of a length, and how far it is trained.
+def announce(state: dict[str, Any]) -> None:
+    """Print how far a model that has been opened is trained, on standard error."""
+    if state and is_first():
+        print(f"Model: {describe(state)}", file=sys.stderr)
 
-    With `reserves`, memory is held for the whole context: a model from elsewhere, whose context may be far longer than
-    anybody needs, is limited to `MAX_RESERVED` unless a limit is given, and this is printed. UserError: as `model_of`
-    and `open_model`, and for a context that is longer than the model's.
+
+def opened(
+    name: "str | Target", runs: Path, mesh: Any, max_model_len: int | None, *, reserves: bool = False
+) -> "tuple[LoadedModel, dict[str, Any]]":
+    """Returns a model, opened on a mesh for texts of a length, and how far it is trained, which is printed.
+
+    With `reserves`, memory is held for the whole context: without a length, a model from elsewhere is limited to
+    `MAX_RESERVED` tokens. UserError: as `model_of` and `open_model`, and for a length above the model's context.
     """
-    target, state = model_of(name, runs, announce=announce)  # before JAX is imported
-    from affinage.cluster.processes import is_first
+    target, state = model_of(find(name, runs) if isinstance(name, str) else name, runs)  # before JAX is imported
     from affinage.pipeline.opening import open_model
 
-    with working(f"opening {name}"):
+    with working(f"opening {target.name}"):
         model = open_model(target, runs, mesh=mesh)
     longest, length = model.context, max_model_len
     if length is not None and length > longest:
-        what = f"`{name}` reads {longest:,} tokens at once, not {length:,}"
+        what = f"`{target.name}` reads {longest:,} tokens at once, not {length:,}"
         raise UserError(what, where="--max-model-len", fix=f"Write {longest} at most, or leave it out.")
     if length is None and reserves and longest > MAX_RESERVED and not state:
         length = MAX_RESERVED
         if is_first():
             warn(f"of {longest:,} tokens of context, {length:,} are used; for all of them: --max-model-len {longest}")
+    announce(state)
     return replace(model, context=length or longest), state
 
 
 # ---- what is printed ----
 
-_UNBROKEN = 10_000  # columns where there is no terminal: a program reads lines, and one that is folded is two
+console = rich.get_console()
+if not console.is_terminal and "COLUMNS" not in os.environ:
+    console.width = 10_000  # a program reads lines, and one that is folded is two
 _LONG = 10**12  # numbers from here on, such as FLOPs, are written with an exponent
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
-def emit(result: Any, as_json: bool, view: "Iterable[str | Table] | None" = None) -> None:
-    """Print a result, values of JSON: as one JSON document, or as text.
-
-    The text is `view`, lines and tables that are read only then; without one, `described(result)`.
-    """
+def emit(result: Any, as_json: bool, view: Iterable[RenderableType] | None = None) -> None:
+    """Print a result, values of JSON: as one JSON document, or as `view`; without a view, as `described(result)`."""
     if as_json:
         print(json.dumps(result, ensure_ascii=False, indent=1, default=list))
         return
     for part in described(result) if view is None else view:
-        screen().print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+        write(part)
 
 
-def described(data: Any, indent: str = "") -> "Iterator[str | Table]":
-    """The text of any result: rows become a table, a mapping a line for each of its keys.
+def write(part: RenderableType) -> None:
+    """Print a line or a table for people."""
+    console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
 
-    Keys that end in `bytes`, `seconds` and `flops` have their values with units; empty values are left out.
+
+def described(data: Any, indent: str = "") -> Iterator[RenderableType]:
+    """Yield the text of any result: rows as a table, a mapping as a line for each of its keys.
+
+    Values of keys that end in `bytes`, `seconds` and `flops` have units; empty values are left out.
     """
     if isinstance(data, list):
         yield table(data)
@@ -236,13 +240,8 @@ def described(data: Any, indent: str = "") -> "Iterator[str | Table]":
             yield f"{indent}{_title(key)}: {_in_words(key, value)}"
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> "Table":
-    """A table of rows that are mappings, with a column for each key that has a value in any of them.
-
-    Columns of numbers are aligned to the right.
-    """
-    from rich.table import Table
-
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns a table with a column for each key that has a value in any of the rows; numbers are on the right."""
     drawn, columns = Table(box=None, pad_edge=False), []
     for key in dict.fromkeys(key for row in rows for key, value in row.items() if value not in _EMPTY):
         cells = [_in_words(key, row.get(key)) for row in rows]
@@ -278,29 +277,9 @@ def _in_words(key: str, value: Any) -> str:
     return f"{value:,.0f}" if whole and abs(value) < _LONG else f"{value:.4g}"
 
 
-@functools.cache
-def screen() -> "Console":
-    """The console of this process. In a pipe or a file it folds, cuts and colors nothing, unless COLUMNS is set."""
-    import rich
-
-    rich.reconfigure(stderr=rich.get_console().stderr, highlight=False)
-    console = rich.get_console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _UNBROKEN
-    return console
-
-
-@contextlib.contextmanager
-def only_data_on_stdout(wanted: bool) -> Iterator[None]:
+def only_data_on_stdout(wanted: bool) -> contextlib.AbstractContextManager[Any]:
     """Inside, if wanted, text for people goes to standard error, so that standard output holds the JSON alone."""
-    import rich
-
-    console = rich.get_console()
-    before, console.stderr = console.stderr, wanted or console.stderr
-    try:
-        yield
-    finally:
-        console.stderr = before
+    return contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext()
 
 
 def counted(count: int, thing: str) -> str:
@@ -315,11 +294,6 @@ def listed(names: Sequence[str], most: int) -> str:
 
 @contextlib.contextmanager
 def working(name: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal, on standard error, what is being done; elsewhere nothing.
-
-    Yields a function that shows a phase in words, such as "30 of 90 choices".
-    """
-    from rich.console import Console
-
+    """Show on a terminal what is being done; yields a function that shows a phase, such as "30 of 90 choices"."""
     with Console(file=sys.stderr).status(f"{name} ...") as status:
         yield lambda phase: status.update(f"{name}: {phase}")

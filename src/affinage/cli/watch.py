@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from affinage import results
-from affinage.cli.terminal import counted, emit, listed, screen, table, working
+from affinage.cli import terminal
+from affinage.cli.terminal import counted, emit, listed, table, working, write
 from affinage.durations import duration
 from affinage.pipeline.models import TRAININGS, command
 from affinage.pipeline.runner import PipelineRunner, PlannedStep, ProgressListener
@@ -36,8 +37,8 @@ class Watch(ProgressListener):
     def running(self, planned: PlannedStep) -> Iterator[Callable[[str], None]]:
         """A step runs inside. A training prints lines of its own, between which no other can be live."""
         if planned.reason != "never ran":
-            _print(planned.name, planned.reason)
-        if screen().is_terminal and not planned.step.has_progress:
+            write(f"{planned.name:<{_NAME}}{planned.reason}")
+        if terminal.console.is_terminal and not planned.step.has_progress:
             with working(planned.name) as progress:
                 yield progress
         else:
@@ -45,50 +46,36 @@ class Watch(ProgressListener):
 
     def on_end(self, planned: PlannedStep, result: results.Result, seconds: float) -> None:
         """A step is complete."""
-        _print(planned.name, f"{', '.join(headline(result)) or 'done'}  {duration(seconds)}")
-
-
-def _print(name: str, text: str) -> None:
-    screen().print(f"{f'{name} ':<{_NAME}}{text}", highlight=False, markup=False, soft_wrap=True)
+        write(f"{planned.name:<{_NAME}}{', '.join(headline(result)) or 'done'}  {duration(seconds)}")
 
 
 def show_plan(steps: Sequence[PlannedStep], as_json: bool) -> None:
     """List the steps, which of them would run, and why."""
-    rows = [{"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps]
-    shown = [{"step": s.name, "": "stays" if s.complete else "runs", "why": s.reason} for s in steps]
+    rows = [{"step": step.name, "runs": not step.complete, "reason": step.reason} for step in steps]
     waiting = sum(not step.complete for step in steps)
-    emit(rows, as_json, [table(shown), "", f"{waiting} of {counted(len(steps), 'step')} would run."])
+    emit(rows, as_json, [table(rows), "", f"{waiting} of {counted(len(steps), 'step')} would run."])
 
 
 def show_result(runner: PipelineRunner, complete: list[str], seconds: Mapping[str, float], as_json: bool) -> None:
-    """Print where the results are, how long the steps took, and the next command."""
-    there = places(runner, complete)
-    ran = f"\n{counted(len(seconds), 'step')} in {duration(sum(seconds.values()))}"
-    before = f"complete before: {len(complete) - len(seconds)}."
-    view = [f"{ran}; {before}\n" if seconds else f"Nothing to do: all {len(complete)} steps are complete.\n"]
-    view += [f"{name:<{_NAME}}{place}" for name, place in there.items()]
-    emit({"ran": seconds, "complete": complete, **there}, as_json, view)
-
-
-def places(runner: PipelineRunner, names: Sequence[str]) -> dict[str, str]:
-    """Where the results of a run's steps are, and the next command, each under its name."""
+    """Print how long the steps took, where the results are, and the next command."""
     folder, recipe = os.path.relpath(runner.folder), runner.loaded.recipe
-    by_name = {"results": folder}
-    if "report" in names:
-        by_name["report"] = f"{folder}/report.html"
-    if "export" in names:
-        by_name["model"] = f"{folder}/export/model"
-    if (training := next((name for name in TRAININGS if name in names), None)) is not None:
+    places = {"results": folder}
+    for step, title, file in (("report", "report", "report.html"), ("export", "model", "export/model")):
+        if step in complete:
+            places[title] = f"{folder}/{file}"
+    if (training := next((name for name in TRAININGS if name in complete), None)) is not None:
         model = folder if Path(recipe.name).exists() else recipe.name  # a folder of that name here is another model
         model += "" if training == recipe.trainings[-1] else f"/{training}"
-        plugins = [
-            os.path.relpath(runner.loaded.beside(path, ("plugins", at))) for at, path in enumerate(recipe.plugins)
-        ]
-        before = f"{VARIABLE}={shlex.quote(os.pathsep.join(plugins))} " if plugins else ""
+        paths = [os.path.relpath(runner.loaded.beside(path, ("plugins", n))) for n, path in enumerate(recipe.plugins)]
+        before = f"{VARIABLE}={shlex.quote(os.pathsep.join(paths))} " if paths else ""
         prompt = next(iter(recipe.report.prompts), "Once upon a time")
         words = ("generate", model, prompt) if training == "pretrain" else ("chat", model)
-        by_name["next"] = before + command(*words, runs=runner.runs)
-    return by_name
+        places["next"] = before + command(*words, runs=runner.runs)
+    ran = f"\n{counted(len(seconds), 'step')} in {duration(sum(seconds.values()))}"
+    others = f"complete before: {len(complete) - len(seconds)}."
+    view = [f"{ran}; {others}\n" if seconds else f"Nothing to do: all {len(complete)} steps are complete.\n"]
+    view += [f"{name:<{_NAME}}{place}" for name, place in places.items()]
+    emit({"ran": seconds, "complete": complete, **places}, as_json, view)
 
 
 def headline(result: results.Result) -> Iterator[str]:
@@ -99,16 +86,19 @@ def headline(result: results.Result) -> Iterator[str]:
             value = getattr(value, name, None)
         if value:
             yield words.format(value)
-    if isinstance(result, results.DocumentsResult) and result.reasons:
-        yield f"removed: {listed([f'{count:,} {reason}' for reason, count in result.reasons], _SHOWN)}"
-    if isinstance(result, results.DocumentsResult) and result.benchmarks:
-        matches = [f"{one.found:,} of {one.items:,} of {name}" for name, one in result.benchmarks.items() if one.found]
-        yield f"benchmark items found: {listed(matches, _SHOWN) or 'none'}"
+    if isinstance(result, results.DocumentsResult):
+        if result.reasons:
+            yield f"removed: {listed([f'{count:,} {reason}' for reason, count in result.reasons], _SHOWN)}"
+        if result.benchmarks:
+            found = [
+                f"{one.found:,} of {one.items:,} of {name}" for name, one in result.benchmarks.items() if one.found
+            ]
+            yield f"benchmark items found: {listed(found, _SHOWN) or 'none'}"
         if common := sum(one.common or 0 for one in result.benchmarks.values()):
             yield f"{common:,} in so many documents that they are no match"
-    if isinstance(result, results.DocumentsResult) and result.without_validation:
-        missed = listed(result.without_validation, _SHOWN)
-        yield f"none held out of {missed}: too few documents (data.split.by=tail cuts ends)"
+        if result.without_validation:
+            missed = listed(result.without_validation, _SHOWN)
+            yield f"none held out of {missed}: too few documents (data.split.by=tail cuts ends)"
     if isinstance(result, results.EvaluationResult):
         yield counted(len(result.tasks), "benchmark")
         for score in result.headlines[:_SHOWN]:

@@ -8,6 +8,8 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Integer
 
+from affinage.data.code_points import kernel
+
 _ROUNDS = 8
 
 
@@ -27,40 +29,37 @@ def document_keys(batch: pa.RecordBatch, seed: int, purpose: str) -> np.ndarray:
     return shuffle_keys([f"{source}/{id}" for source, id in pairs], seed, purpose)
 
 
-def permuted(
-    indices: Integer[np.ndarray, " n"], size: int, *purpose: int | str, inverse: bool = False
-) -> Integer[np.ndarray, " n"]:
-    """Return where indices go in the permutation of range(size) that `purpose` names, or which go there (`inverse`).
+def permuted(indices: Integer[np.ndarray, " n"], size: int, *purpose: int | str) -> Integer[np.ndarray, " n"]:
+    """Return where indices go in the permutation of range(size) that `purpose` names, int64.
 
     A Feistel network (Luby and Rackoff, SIAM J. Comput. 17(2), 1988) on the bits of an index, repeated for those that
     it takes out of the range. The round function is SplitMix64's (Steele, Lea and Flood, OOPSLA 2014), written out
     because numpy's generators may give other numbers in another version, and a run must not.
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    keys = _round_keys(*purpose)
-    places = np.asarray(indices).astype(np.uint64)
-    outside = np.ones(len(places), bool)
-    while outside.any():
-        left, right = places[outside] >> shift, places[outside] & mask
-        for key in reversed(keys) if inverse else keys:
-            if inverse:
-                left, right = right ^ (_mixed(left, key) & mask), left
-            else:
-                left, right = right, left ^ (_mixed(right, key) & mask)
-        places[outside] = left << shift | right
-        outside = places >= np.uint64(size)
+    places = np.array(indices, np.uint64)
+    _permute(places, np.uint64(size), np.uint64(half), _round_keys(*purpose))
     return places.astype(np.int64)
 
 
 @lru_cache(typed=True)
-def _round_keys(*purpose: int | str) -> list[np.uint64]:
+def _round_keys(*purpose: int | str) -> Integer[np.ndarray, " rounds"]:
     names = [repr((number, *purpose)).encode() for number in range(_ROUNDS)]
-    return [np.frombuffer(hashlib.blake2b(name, digest_size=8).digest(), "<u8")[0] for name in names]
+    return np.frombuffer(b"".join(hashlib.blake2b(name, digest_size=8).digest() for name in names), "<u8")
 
 
-def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    state = values + key  # arrays of uint64 wrap around silently, as the hash requires
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+@kernel
+def _permute(places, size, half, keys):  # type: ignore[no-untyped-def]
+    """Permute uint64 indices where they stand."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    for i in range(len(places)):
+        while True:
+            left, right = places[i] >> half, places[i] & mask
+            for key in keys:
+                state = right + key
+                state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+                state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+                left, right = right, left ^ ((state ^ (state >> np.uint64(31))) & mask)
+            places[i] = left << half | right
+            if places[i] < size:
+                break

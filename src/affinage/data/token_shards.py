@@ -6,17 +6,14 @@
              row_bytes-00012-of-00359.npy      int64 [rows], of held-out text: UTF-8 bytes that a row predicts
              shards.json                       counts, and size and SHA-256 of every file; written last
 
-Rows are numbered through all shards of a folder. With a URL, the tokens are there alone, and copies of the rest.
+Rows are numbered through all shards of a folder. With a URL, the tokens are there, and the rest is here.
 """
 
 import contextlib
 import hashlib
 import io
 import json
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,17 +30,9 @@ from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError, is_transient
 
 FACTS = "shards.json"
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("source", pa.string()),
-        ("url", pa.string()),
-        ("row", pa.int64()),  # of the shard
-        ("start", pa.int32()),  # tokens [start, stop) of the row ...
-        ("stop", pa.int32()),
-        ("offset", pa.int64()),  # ... are the document's, <s> included, from this one on
-    ]
-)
+# Tokens [start, stop) of a row of the shard are the document's from its token `offset` on, <s> included.
+_COLUMNS = {"row": pa.int64(), "start": pa.int32(), "stop": pa.int32(), "offset": pa.int64()}
+SCHEMA = pa.schema(dict.fromkeys(("id", "source", "url"), pa.string()) | _COLUMNS)
 _AGAIN = "The folder was changed after it was written: run the step that writes it again, with --force."
 
 # ---- places ----
@@ -54,24 +43,17 @@ def is_local(place: str) -> bool:
     return "://" not in place or place.startswith(("file://", "local://"))
 
 
-def local_path(place: str) -> Path:
-    """Return the path that a local path or URL means."""
-    return Path(fsspec.core.strip_protocol(place)) if "://" in place else Path(os.path.expanduser(place))
-
-
 @contextlib.contextmanager
 def errors_at(url: str) -> Iterator[None]:
     """Turn errors in here into a UserError that names the URL; what may pass on the network stays as it is."""
     try:
         yield
-    except (ImportError, ValueError) as error:
-        fix = "Packages for gs:// come with pip install 'affinage[gcs]', those for s3:// with 'affinage[s3]'."
-        raise UserError(f"this place cannot be opened: {error}", where=url, fix=fix) from error
-    except OSError as error:
+    except (ImportError, ValueError, OSError) as error:
         if is_transient(error):
             raise
-        fix = "May you read and write there? What is complete is kept; run again to go on."
-        raise UserError(f"{type(error).__name__}: {error}", where=url, fix=fix) from error
+        fix = "May you read and write there? Packages for gs:// come with pip install 'affinage[gcs]', those for s3:// "
+        fix += "with 'affinage[s3]'. What is complete is kept; run again to go on."
+        raise UserError(f"this place cannot be used: {error or type(error).__name__}", where=url, fix=fix) from error
 
 
 def upload(filesystem: Any, path: str, contents: bytes) -> None:
@@ -86,23 +68,21 @@ def upload(filesystem: Any, path: str, contents: bytes) -> None:
 # ---- packing: which documents share a row, and where in it each of them lies ----
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Which piece of which document lies where. Pieces are sorted by row, and within a row by place."""
 
     rows: int
     document: Integer[np.ndarray, " pieces"]
     offset: Integer[np.ndarray, " pieces"]  # token of the document that the piece begins with
     row: Integer[np.ndarray, " pieces"]
-    start: Integer[np.ndarray, " pieces"]  # place in the row
-    length: Integer[np.ndarray, " pieces"]
+    start: Integer[np.ndarray, " pieces"]  # places [start, stop) in the row
+    stop: Integer[np.ndarray, " pieces"]
 
     def fill(self, documents: Sequence[np.ndarray], seq_len: int, padding: int = 0) -> Integer[np.ndarray, "rows S"]:
         """Return the rows of what each document has for each of its tokens, such as their ids."""
         rows = np.full((self.rows, seq_len), padding, documents[0].dtype)
-        columns = (self.document, self.offset, self.row, self.start, self.length)
-        for document, offset, row, start, length in zip(*(column.tolist() for column in columns), strict=True):
-            rows[row, start : start + length] = documents[document][offset : offset + length]
+        for document, offset, row, start, stop in zip(*(column.tolist() for column in self[1:]), strict=True):
+            rows[row, start:stop] = documents[document][offset : offset + stop - start]
         return rows
 
 
@@ -110,16 +90,14 @@ def concatenate(lengths: Integer[np.ndarray, " documents"], seq_len: int, overla
     """Lay documents end to end, cut wherever a row is full; a row begins with the last `overlap` tokens again."""
     ends = np.cumsum(lengths)
     starts, stride = ends - lengths, seq_len - overlap
-    rows = max(1, -(-(int(lengths.sum()) - overlap) // stride))
-    first_row = np.maximum(0, -(-(starts - seq_len + 1) // stride))
-    spans = np.minimum(rows - 1, (ends - 1) // stride) - first_row + 1
-    document = np.repeat(np.arange(len(lengths)), spans)
-    row = np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans - first_row, spans)
-    start = np.maximum(starts[document] - row * stride, 0)
-    end = np.minimum(ends[document] - row * stride, seq_len)
-    offset = row * stride + start - starts[document]
-    order = np.argsort(row, kind="stable")
-    return Layout(rows, *(column[order] for column in (document, offset, row, start, end - start)))
+    begins = np.arange(max(1, -(-(int(ends[-1]) - overlap) // stride))) * stride  # of the rows
+    first = np.searchsorted(ends, begins, side="right")  # document of every row
+    pieces = np.searchsorted(starts, begins + seq_len) - first
+    row = np.repeat(np.arange(len(begins)), pieces)
+    document = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces - first, pieces)
+    start = np.maximum(starts[document] - begins[row], 0)
+    stop = np.minimum(ends[document] - begins[row], seq_len)
+    return Layout(len(begins), document, begins[row] + start - starts[document], row, start, stop)
 
 
 def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int) -> Layout:
@@ -140,7 +118,8 @@ def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int) -> Layout
     by_row = np.argsort(row, kind="stable")
     document, offset, row, length = (column[by_row] for column in (document, offset, row, length))
     before = np.cumsum(length) - length
-    return Layout(len(earliest), document, offset, row, before - before[np.searchsorted(row, row)], length)
+    start = before - before[np.searchsorted(row, row)]
+    return Layout(len(earliest), document, offset, row, start, start + length)
 
 
 @kernel
@@ -208,31 +187,33 @@ def write_shard(
     conversations their number, trained_tokens and most_in_a_row. A token that a row repeats counts once.
     With a `url` the tokens go there. Raises UserError if that cannot be written.
     """
-    name, here = partial(shard_file, shard=shard, shards=shards), str(folder)
     documents = sorted(documents, key=lambda document: document.key)
     sizes = np.array([len(document.tokens) for document in documents])
     layout = best_fit(sizes, seq_len) if strategy == "best_fit" else concatenate(sizes, seq_len, overlap)
-    tokens = layout.fill([each.tokens for each in documents], seq_len, pad)
-    files = {name("tokens"): _put_array(url or here, name("tokens"), tokens)}
-    del tokens
+    here, files = str(folder), dict[str, Any]()
     counts: dict[str, Any] = {"rows": layout.rows, "tokens": int(sizes.sum()), "files": files}
+
+    def put(place: str, kind: str, array: np.ndarray) -> None:
+        name = shard_file(kind, shard, shards)
+        files[name] = _put_array(place, name, array)
+
+    put(url or here, "tokens", layout.fill([each.tokens for each in documents], seq_len, pad))
     if trained := [each.trained for each in documents if each.trained is not None]:
         mask = layout.fill(trained, seq_len)
-        files[name("loss_mask")] = _put_array(here, name("loss_mask"), mask)
+        put(here, "loss_mask", mask)
         counts |= {"trained_tokens": int(mask.sum()), "conversations": len(documents)}
         counts["most_in_a_row"] = int(np.bincount(layout.row).max())
     if lengths := [each.bytes for each in documents if each.bytes is not None]:
         # Nothing comes before the first token of a row that could predict it.
         row_bytes = layout.fill(lengths, seq_len)[:, 1:].sum(axis=1, dtype=np.int64)
-        _put_array(here, name("row_bytes"), row_bytes)
+        _put_array(here, shard_file("row_bytes", shard, shards), row_bytes)
         counts["row_bytes"] = int(row_bytes.sum())
-    names = np.array([(each.id, each.source, each.url) for each in documents], object).T[:, layout.document]
-    spans = dict(zip(("id", "source", "url"), names, strict=True))
-    spans |= {"row": layout.row, "start": layout.start, "stop": layout.start + layout.length, "offset": layout.offset}
+    of_pieces = [documents[number] for number in layout.document.tolist()]
+    spans = {name: [getattr(document, name) for document in of_pieces] for name in ("id", "source", "url")}
+    spans |= {name: getattr(layout, name) for name in _COLUMNS}
     table = io.BytesIO()
     pq.write_table(pa.table(spans, SCHEMA), table, compression="zstd", row_group_size=65_536)
-    for place in dict.fromkeys((here, url or here)):
-        _put(place, name("documents"), table.getvalue())
+    _put(here, shard_file("documents", shard, shards), table.getvalue())
     return counts
 
 
@@ -250,27 +231,25 @@ def _put_array(place: str, name: str, array: np.ndarray) -> dict[str, Any]:
 def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
     """Write a file of some parts into a folder or at a URL, whole or not at all."""
     if is_local(place):
-        local_path(place).mkdir(parents=True, exist_ok=True)
-        write_atomically(local_path(place) / name, *parts)
+        path = Path(fsspec.core.strip_protocol(place), name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, *parts)
         return
     with errors_at(place):
-        filesystem, path = fsspec.core.url_to_fs(place)
-        filesystem.makedirs(path, exist_ok=True)
-        upload(filesystem, f"{path}/{name}", b"".join(parts))
+        filesystem, root = fsspec.core.url_to_fs(place)
+        filesystem.makedirs(root, exist_ok=True)
+        upload(filesystem, f"{root}/{name}", b"".join(parts))
 
 
 def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks = MARKS, **facts: Any) -> dict[str, Any]:
     """Write shards.json of a folder, last: a folder that has it is complete. Return its content.
 
-    It holds the sums of what `write_shard` counted, all files, and `facts`. With a `url` in these a copy of it goes
-    there.
+    It holds the sums of what `write_shard` counted, all files, and `facts`, among them the `url` of the tokens.
     """
     sums = {key: sum(shard[key] for shard in shards) for key, count in shards[0].items() if isinstance(count, int)}
     files = {name: about for shard in shards for name, about in shard["files"].items()}
     facts = sums | facts | ({} if marks == MARKS else {"marks": marks._asdict()}) | {"files": files}
     write_json(folder / FACTS, facts)
-    if url := facts.get("url", ""):
-        executor.with_retries(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)
     return facts
 
 
@@ -285,20 +264,30 @@ class TokenShards:
         self.folder = folder
         self.facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         files, url, self.seq_len = self.facts["files"], self.facts.get("url", ""), int(self.facts["seq_len"])
+        self.marks = Marks(**self.facts["marks"]) if "marks" in self.facts else MARKS
         # The files of tokens in their order; a number is missing where a task wrote nothing.
-        self.names, masks = ([name for name in files if name.startswith(kind)] for kind in ("tokens-", "loss_mask-"))
-        # Memory-mapped, [rows, seq_len] each; none where the tokens are at a URL, or where every token is trained.
-        self._shards, self._masks = (
-            [_open(place, name, (files[name]["rows"], self.seq_len)) for name in names]
-            for place, names in (
-                (local_path(url) if url else folder, self.names if is_local(url) else ()),
-                (folder, masks),
-            )
-        )
+        self.names = [name for name in files if name.startswith("tokens-")]
         # The first row of every shard, and the number of all rows.
         self.starts: Integer[np.ndarray, " shards+1"] = np.cumsum([0, *(files[name]["rows"] for name in self.names)])
         self.rows = int(self.starts[-1])
-        self.marks = Marks(**self.facts["marks"]) if "marks" in self.facts else MARKS
+        # Memory-mapped, [rows, seq_len] each; none where the tokens are at a URL, or where every token is trained.
+        place = url or str(folder)
+        self._shards = self._open(Path(fsspec.core.strip_protocol(place)), "tokens-") if is_local(place) else []
+        self._masks = self._open(folder, "loss_mask-")
+
+    def _open(self, folder: Path, kind: str) -> list[np.ndarray]:
+        arrays = []
+        for name, facts in self.facts["files"].items():
+            if name.startswith(kind):
+                try:
+                    # Taking a row of a plain view is several times faster than of a np.memmap.
+                    array = np.load(folder / name, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+                    if array.shape != (facts["rows"], self.seq_len):
+                        raise ValueError(f"its shape is {array.shape}, not {(facts['rows'], self.seq_len)}")
+                except (OSError, ValueError) as error:
+                    raise UserError(f"{name} cannot be read: {error}", where=str(folder), fix=_AGAIN) from error
+                arrays.append(array)
+        return arrays
 
     @property
     def row_bytes(self) -> Integer[np.ndarray, " rows"]:
@@ -320,7 +309,7 @@ class TokenShards:
         rows: set[int] = set()
         for shard, first in enumerate(self.starts[:-1].tolist()):
             table = self._documents_of(shard, ("id", "==", id), ("source", "==", source))
-            row, start, stop, offset = (table.column(name).to_numpy() for name in ("row", "start", "stop", "offset"))
+            row, start, stop, offset = (table.column(name).to_numpy() for name in _COLUMNS)
             for begin, end in ranges:
                 rows.update((first + row[(offset < end) & (offset + stop - start > begin)]).tolist())
         return sorted(rows)
@@ -328,36 +317,30 @@ class TokenShards:
     def read(self, rows: Integer[np.ndarray, " n"]) -> tuple[Integer[np.ndarray, "n S"], Integer[np.ndarray, "n S"]]:
         """Return the tokens of rows by their numbers, int32, and a mask, uint8, 1 where they are trained on."""
         shards = np.searchsorted(self.starts, rows, side="right") - 1
-        within = (rows - self.starts[shards]).tolist()
-        tokens = np.empty((len(rows), self.seq_len), np.int32)
-        mask = np.ones(tokens.shape, np.uint8)
-        if not self._shards:
-            tokens[:] = self._download(shards.tolist(), within)
-        for line, (shard, row) in enumerate(zip(shards.tolist(), within, strict=True)):
-            if self._shards:
-                tokens[line] = self._shards[shard][row]
-            if self._masks:
-                mask[line] = self._masks[shard][row]
-        return tokens, mask
+        places = list(zip(shards.tolist(), (rows - self.starts[shards]).tolist(), strict=True))
+        lines = [self._shards[shard][row] for shard, row in places] if self._shards else self._download(places)
+        tokens = np.concatenate(lines).reshape(-1, self.seq_len).astype(np.int32)
+        if not self._masks:
+            return tokens, np.ones(tokens.shape, np.uint8)
+        return tokens, np.concatenate([self._masks[shard][row] for shard, row in places]).reshape(tokens.shape)
 
-    def _download(self, shards: list[int], rows: list[int]) -> Integer[np.ndarray, "n S"]:
+    def _download(self, places: list[tuple[int, int]]) -> list[np.ndarray]:
         """Read rows at the URL, each by a range request, all at the same time where the file system can."""
         url, dtype = self.facts["url"], np.dtype(self.facts["dtype"])
-        size = self.seq_len * dtype.itemsize
-        files = [self.facts["files"][self.names[shard]] for shard in shards]
-        begins = [file["bytes"] - (file["rows"] - row) * size for file, row in zip(files, rows, strict=True)]
-        ends = [begin + size for begin in begins]
+        names, size = [self.names[shard] for shard, _ in places], self.seq_len * dtype.itemsize
+        files = [(self.facts["files"][name], row) for name, (_, row) in zip(names, places, strict=True)]
+        begins = [file["bytes"] - (file["rows"] - row) * size for file, row in files]
 
         def ranges() -> list[bytes]:
             with errors_at(url):
                 filesystem, path = fsspec.core.url_to_fs(url)
-                paths = [f"{path}/{self.names[shard]}" for shard in shards]
+                paths, ends = [f"{path}/{name}" for name in names], [begin + size for begin in begins]
                 return list(filesystem.cat_ranges(paths, begins, ends, on_error="raise"))
 
-        contents = b"".join(executor.with_retries(ranges, url))
-        if len(contents) != len(rows) * size:
-            raise UserError(f"{len(contents)} bytes came instead of {len(rows) * size}", where=url, fix=_AGAIN)
-        return np.frombuffer(contents, dtype).reshape(-1, self.seq_len)
+        contents = executor.with_retries(ranges, url)
+        if {*map(len, contents)} != {size}:
+            raise UserError(f"a row is not of {size} bytes there", where=url, fix=_AGAIN)
+        return [np.frombuffer(row, dtype) for row in contents]
 
 
 def find_shard_folders(folder: Path) -> dict[str, Path]:
@@ -365,14 +348,3 @@ def find_shard_folders(folder: Path) -> dict[str, Path]:
     if (folder / FACTS).is_file():
         return {folder.name: folder}
     return {path.parent.name: path.parent for path in sorted(folder.glob(f"*/{FACTS}"))}
-
-
-def _open(folder: Path, name: str, shape: tuple[int, int]) -> np.ndarray:
-    try:
-        # Taking a row of a plain view is several times faster than of a np.memmap.
-        array: np.ndarray = np.load(folder / name, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{name} cannot be read: {error}", where=str(folder), fix=_AGAIN) from error
-    if array.shape != shape:
-        raise UserError(f"{name} has the shape {array.shape} instead of {shape}", where=str(folder), fix=_AGAIN)
-    return array

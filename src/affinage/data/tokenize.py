@@ -11,8 +11,8 @@ import math
 import shutil
 import time
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from affinage.errors import UserError, UserWarned
 UNDETERMINED = "und"  # ISO 639 for a language that is not known
 SHARD_BYTES = 256_000_000  # of text: the most that a shard holds, whatever `packing.num_shards` says
 _COUNTS = ("rows", "tokens", "documents", "bytes")
+Name = tuple[str, str]  # a source and a language
+RowGroup = tuple[Path, int]  # a file of documents, and a number
 
 
 def group_name(source: str, language: str) -> str:
@@ -48,7 +50,7 @@ class ShardTask:
     language: str
     shard: int
     shards: int
-    row_groups: tuple[tuple[Path, int], ...]  # with documents of the source and language: files and numbers
+    row_groups: tuple[RowGroup, ...]  # with documents of the source and language
     tokenizer: Path
     settings: PackingSettings
     seed: int
@@ -75,40 +77,39 @@ def tokenize(
     """
     started = time.monotonic()
     url = f"{settings.output_path.rstrip('/')}/{folder.name}" if settings.output_path else ""
-    groups: dict[str, dict[str, dict[str, Any]]] = {"train": {}, "validation": {}}
-    for part, of_part in groups.items():
+    tasks: list[ShardTask] = []
+    stored = 0
+    for part, count in (("train", settings.num_shards), ("validation", 1)):
         files = document_files(split_folder / part)
-        stored = 2 * sum(path.stat().st_size for path in files)
-        index = executor.map(index_file, files, threads=True, bytes=stored)
-        tasks = [
-            ShardTask(
-                folder / part / group_name(*name), *name, shard, len(runs), row_groups, tokenizer.folder, settings,
-                seed, part == "validation", f"{url}/{part}/{group_name(*name)}" if url and part == "train" else "",
-            )
-            for name, runs in _plan(files, index, settings.num_shards if part == "train" else 1).items()
-            for shard, row_groups in enumerate(runs)
-        ]  # fmt: skip
-        if part == "train" and not tasks:
+        size = 2 * sum(path.stat().st_size for path in files)
+        index = itertools.chain.from_iterable(executor.map(index_file, files, threads=True, bytes=size))
+        for name, shards in _plan(index, count).items():
+            place = f"{part}/{group_name(*name)}"
+            to = f"{url}/{place}" if url and part == "train" else ""
+            for shard, row_groups in enumerate(shards):
+                where = (folder / place, *name, shard, len(shards), row_groups)
+                tasks.append(ShardTask(*where, tokenizer.folder, settings, seed, part == "validation", to))
+        if not tasks:
             raise UserError("there is no text to train on", where=str(split_folder / "train"))
-        label = f"tokenizing {part}"
-        shards = executor.map(write_documents, tasks, folder / "shards" / part, bytes=stored, label=label)
-        for place, members in itertools.groupby(zip(tasks, shards, strict=True), lambda member: member[0].folder):
-            (task, *_), written = zip(*members, strict=True)
-            facts = {"source": task.source, "language": task.language, "overlap": int(task.held_out), "url": task.url}
-            facts |= {"seq_len": settings.seq_len, "dtype": np.dtype(tokenizer.dtype).name}
-            of_part[place.name] = finish_folder(place, written, tokenizer.marks, **facts)
+        stored += size
+    written = executor.map(write_documents, tasks, folder / "shards", bytes=stored, label="tokenizing")
+    groups: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
+    unspelled = 0
+    for place, members in itertools.groupby(zip(tasks, written, strict=True), lambda member: member[0].folder):
+        (task, *_), counts = zip(*members, strict=True)
+        facts = {"source": task.source, "language": task.language, "overlap": int(task.held_out), "url": task.url}
+        facts |= {"seq_len": settings.seq_len, "dtype": np.dtype(tokenizer.dtype).name}
+        facts = finish_folder(place, counts, tokenizer.marks, **facts)
+        groups[place.parent.name][place.name] = {count: facts[count] for count in _COUNTS}
+        unspelled += facts["unspelled"]
     shutil.rmtree(folder / "shards")
-    if unspelled := sum(facts["unspelled"] for of_part in groups.values() for facts in of_part.values()):
+    if unspelled:
         what = f"the tokenizer cannot spell {unspelled:,} characters of the text: the model will not learn them"
         warnings.warn(what, UserWarned, stacklevel=2)
-    train, validation = (
-        {name: {count: facts[count] for count in _COUNTS} for name, facts in of_part.items()}
-        for of_part in groups.values()
-    )
     return {
-        "train": sum(map(Counter, train.values()), Counter()),
-        "groups": train,
-        "validation": validation,
+        "train": sum(map(Counter, groups["train"].values()), Counter()),
+        "groups": groups["train"],
+        "validation": groups["validation"],
         "unspelled": unspelled,
         "context": settings.seq_len,
         "seconds": time.monotonic() - started,
@@ -118,45 +119,41 @@ def tokenize(
 # ---- planning ----
 
 
-def index_file(path: Path) -> list[list[tuple[str, str, float]]]:
-    """Return, of every row group of a file, its sources and languages with about the bytes of their texts."""
+def index_file(path: Path) -> list[tuple[Name, RowGroup, float]]:
+    """Return each source and language of each row group of a file, with about the bytes of their texts there."""
     index, metadata = [], pq.read_metadata(path)
     column = metadata.schema.names.index("text")
     for number, batch in enumerate(read_documents(path, ["source", "language"])):
         share = metadata.row_group(number).column(column).total_uncompressed_size / batch.num_rows
-        rows = Counter(_names(batch))
-        index.append([(*name, count * share) for name, count in rows.items()])
+        index += [(name, (path, number), count * share) for name, count in Counter(_names(batch)).items()]
     return index
 
 
-def _names(batch: pa.RecordBatch) -> list[tuple[str, str]]:
+def _names(batch: pa.RecordBatch) -> list[Name]:
     """Return the source and language of each row of a batch."""
     pairs = zip(batch.column("source").to_pylist(), batch.column("language").to_pylist(), strict=True)
     return [(source or "", language or UNDETERMINED) for source, language in pairs]
 
 
-def _plan(
-    files: Sequence[Path], index: Sequence[Any], shards: int
-) -> dict[tuple[str, str], list[tuple[tuple[Path, int], ...]]]:
+def _plan(index: Iterable[tuple[Name, RowGroup, float]], shards: int) -> dict[Name, list[tuple[RowGroup, ...]]]:
     """Return of every source and language its shards, row groups of about equal bytes in sequence.
 
     The number of shards is divided in proportion to bytes, by largest remainder, with at least one for each.
     """
-    parts: dict[tuple[str, str], list[tuple[tuple[Path, int], float]]] = {}
-    for path, of_file in zip(files, index, strict=True):
-        for number, names in enumerate(of_file):
-            for source, language, size in names:
-                parts.setdefault((source, language), []).append(((path, number), size))
-    sizes = {name: sum(size for _, size in parts[name]) for name in sorted(parts)}
+    members: dict[Name, list[tuple[RowGroup, float]]] = defaultdict(list)
+    for name, row_group, size in index:
+        members[name].append((row_group, size))
+    sizes = {name: sum(size for _, size in members[name]) for name in sorted(members)}
     exact = np.array([*sizes.values()]) * shards / max(sum(sizes.values()), 1)
     counts = np.maximum(1, np.floor(exact).astype(int))
     counts[np.argsort(counts - exact, kind="stable")[: max(0, shards - counts.sum())]] += 1
     plan = {}
     for (name, size), share in zip(sizes.items(), counts.tolist(), strict=True):
         count = max(share, math.ceil(size / SHARD_BYTES))
-        middles = np.cumsum([part for _, part in parts[name]]) - [part / 2 for _, part in parts[name]]
-        runs = itertools.groupby(zip((middles * count // max(size, 1.0)).tolist(), parts[name]), lambda each: each[0])
-        plan[name] = [tuple(place for _, (place, _) in run) for _, run in runs]
+        row_groups, parts = zip(*members[name], strict=True)
+        middles = np.cumsum(parts) - np.array(parts) / 2
+        runs = itertools.groupby(zip((middles * count // max(size, 1.0)).tolist(), row_groups), lambda each: each[0])
+        plan[name] = [tuple(row_group for _, row_group in run) for _, run in runs]
     return plan
 
 

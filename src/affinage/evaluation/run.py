@@ -24,8 +24,8 @@ from affinage.evaluation.harness import cached, load_tasks, quiet
 from affinage.evaluation.results import Lines, Search, contamination_of, fingerprint, line_of, result_of, write_results
 from affinage.evaluation.scoring import default_batch, score
 from affinage.evaluation.tasks import CORE, CORE_SHOTS, ChatTemplateUse, find_tasks, is_chat, items_of, of_pocket_world
-from affinage.generation.engine import EngineRequest, LoadedModel, generate
-from affinage.generation.sampling import SamplingParams
+from affinage.generation.engine import LoadedModel, generate
+from affinage.generation.sampling import EngineRequest, SamplingParams
 
 _SAMPLES = 3  # items per task in the results for people to read
 _NORMALIZED = ("hellaswag", "arc_challenge", "arc_easy", "piqa", "openbookqa", "agieval_lsat_ar")  # by length

@@ -22,7 +22,7 @@ from affinage.hardware.chips import chip
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
 from affinage.model.layers.embedding import multiply_out
-from affinage.parallel import MeshLayout
+from affinage.parallel.sharding import MeshLayout
 
 LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
 # Tokens at once, whatever memory holds: more of them leave the caches of processors, which costs up to a third.
@@ -240,10 +240,10 @@ def _scores(
     tokens: Int[Array, "B S"],
     logit_positions: Int[Array, "R P"],
     targets: Int[Array, "R P"],
-    places: Mapping[str, Int[Array, "B S"]],  # see `logits_of`
+    places: Mapping[str, Int[Array, "B S"]],  # `positions` and segments, where rows hold several texts
 ) -> tuple[Float[Array, "R P"], Bool[Array, "R P"]]:
     """Log-probability of each target, and whether it is the most likely token, in float32, a block at a time."""
-    lazy, _ = logits_of(graph, params, tokens, dtype, places=places, layout=layout, logit_positions=logit_positions)
+    lazy, _ = logits_of((graph, dtype, layout), params, {"tokens": tokens, **places}, logit_positions=logit_positions)
     vocabulary = lazy.kernel.shape[0]
 
     def score_one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:

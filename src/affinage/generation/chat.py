@@ -5,15 +5,10 @@ from collections.abc import Callable, Iterator
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.generation.engine import Engine, LoadedModel
-from affinage.generation.sampling import SamplingParams
+from affinage.generation.sampling import EngineRequest, SamplingParams
 
 _SHORTEST = 1024  # tokens of the first cache
-_STREAMED_STEPS = 4  # tokens per dispatch when someone reads along
-HELP = """\
-/reset          forget the conversation
-/system TEXT    begin again with TEXT as the system message (empty: the model's own)
-/help           show this
-/quit           leave (as the end of input does)"""
+HELP = "/reset forgets the conversation; /system TEXT begins one with that system message; /quit leaves."
 
 
 class ChatSession:
@@ -49,14 +44,11 @@ class ChatSession:
             raise UserError(what, fix="Write a shorter one, or a shorter system message.")
         needed = min(len(prompt) + new, model.context)
         if self._engine is None or self._engine.length < needed:
-            # Not all of the context, which may be far longer than any conversation. Each turn computes what is new.
-            length = max(_SHORTEST, 2 * needed)
-            self._engine = Engine(
-                model, max_num_seqs=1, max_model_len=length, steps=_STREAMED_STEPS, enable_prefix_caching=True
-            )
+            length = max(_SHORTEST, 2 * needed)  # not all of the context, which may be far longer than conversations
+            self._engine = Engine(model, max_num_seqs=1, max_model_len=length, interactive=True)
         answer = ""
         try:
-            for piece in self._engine.stream(prompt, self._params):
+            for _, piece, _ in self._engine.run([EngineRequest(prompt, self._params)]):
                 answer += piece
                 yield piece
         finally:
@@ -64,10 +56,7 @@ class ChatSession:
 
 
 def converse(session: ChatSession, read: Callable[[], str | None], write: Callable[[str], None]) -> None:
-    """Talk until `read` returns None or /quit. `write` gets text as it is to appear, line ends included.
-
-    An interrupt (Ctrl-C) during an answer ends the answer, not the conversation.
-    """
+    """Talk until `read` returns None or /quit; an interrupt (Ctrl-C) ends an answer alone."""
     while (line := read()) is not None and (text := line.strip()) != "/quit":
         name, _, argument = text.partition(" ")
         try:

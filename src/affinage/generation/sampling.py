@@ -1,31 +1,26 @@
-"""From the logits of the next token to the next token, and from tokens to their text.
+"""What to generate after a prompt, how the next token is chosen of its logits, and the text of tokens.
 
 The filters are those of Hugging Face's `generate`, in its order: temperature, top-k, top-p, min-p. Each row has values
 of its own, as arrays, so that no setting compiles anything again; filters that no row uses are skipped.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from affinage.data.tokenizer import REPLACEMENT, Tokenizer
 from affinage.errors import UserError
 
-_EXCLUDED = -jnp.inf
+Rows = dict[str, Any]  # arrays [B], see `rows_of`
+
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
-_RANGES = {
-    "max_new_tokens": (0, 2**31 - 1),
-    "temperature": (0, 100),
-    "top_k": (0, 2**31 - 1),
-    "top_p": (1e-6, 1),
-    "min_p": (0, 1),
-    "seed": (0, 2**32 - 1),
-}
+_RANGES = {"max_new_tokens": (0, 2**31 - 1), "temperature": (0, 100), "top_k": (0, 2**31 - 1), "top_p": (1e-6, 1)}
+_RANGES |= {"min_p": (0, 1), "seed": (0, 2**32 - 1)}
 
 
 @dataclass(frozen=True)
@@ -40,6 +35,7 @@ class SamplingParams:
     seed: int = 0
     ignore_eos: bool = False  # go on after a token that ends a text
     stop: tuple[str, ...] = ()  # texts before which the answer ends
+    logprobs: int | None = None  # of how many likely tokens in the place of each one, None: compute none
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -49,102 +45,101 @@ class SamplingParams:
             raise UserError("a text to stop before is empty", where="stop", fix="Leave it out.")
 
 
-class SamplingTensors(NamedTuple):
-    """The values of one `SamplingParams` for each row [B]."""
+@dataclass(eq=False)
+class EngineRequest:
+    """A prompt (token ids) to be continued, and what follows it so far."""
 
-    ignore_eos: Bool[Array, "B"]
-    temperature: Float[Array, "B"]
-    top_k: Int[Array, "B"]
-    top_p: Float[Array, "B"]
-    min_p: Float[Array, "B"]
-    seed: Int[Array, "B"]
+    prompt: Sequence[int]
+    params: SamplingParams
+    index: int = 0  # distinguishes requests of the same prompt and seed
+    cancelled: bool = False  # gives its slot back at the next step
+    limit: int = 0  # the largest number of tokens to generate; set by `Engine.submit`
+    tokens: list[int] = field(default_factory=list)  # up to the one that completed a stop string, without a final eos
+    text: str = ""  # up to a stop string
+    finish_reason: str = ""  # once it has ended: eos (a token that ends a text or a turn), stop or length
+    logprobs: list[Any] = field(default_factory=list)  # `token_logprobs` of prompt and answer, if requested
+    _undecoded: list[int] = field(default_factory=list)
+    _held: str = ""  # text with which a stop string may begin
 
-    @classmethod
-    def of(cls, rows: Sequence[SamplingParams]) -> "SamplingTensors":
-        """Return the values of these rows, as arrays of the host."""
-        dtypes = zip(cls._fields, (np.bool_, np.float32, np.int32, np.float32, np.float32, np.uint32), strict=True)
-        columns: Any = [np.array([getattr(row, name) for row in rows], dtype) for name, dtype in dtypes]
-        return cls(*columns)
+    def push(self, token: int | None, tokenizer: Tokenizer) -> str:
+        """Add a token, and return the text that no later one can change; None, after the last: the rest of it.
+
+        Bytes of an unfinished character are held back, and so is text that a stop string may begin with. Text from a
+        stop string on is never released. (`DecodeStream` of tokenizers raises for bytes that are no text.)
+        """
+        new = [] if token is None else [token]
+        self.tokens += new
+        self._undecoded += new
+        text, stops = tokenizer.decode(self._undecoded), self.params.stop
+        unfinished = 0 < len(text) - len(text.rstrip(REPLACEMENT)) < _LONGEST_CHARACTER
+        if self.finish_reason == "stop" or (unfinished and token is not None):
+            return ""
+        self._undecoded, held = [], self._held + text
+        if ends := [held.find(stop) for stop in stops if stop in held]:
+            self.finish_reason = "stop"
+        elif token is not None:
+            ends = [place for place in range(len(held)) if any(stop.startswith(held[place:]) for stop in stops)]
+        end = min(ends, default=len(held))
+        self._held, text = held[end:], held[:end]
+        self.text += text
+        return text
 
 
-def filtered(logits: Float[Array, "B V"], tensors: SamplingTensors) -> Float[Array, "B V"]:
-    """The float32 logits that the next token is drawn by: minus infinity for tokens that are excluded.
+def rows_of(requests: Sequence[EngineRequest]) -> Rows:
+    """Return how the requests of a batch choose their next token, and where they stand, as arrays of the host."""
+    params = [each.params for each in requests]
+    return {
+        "temperature": np.array([each.temperature for each in params], np.float32),
+        "top_k": np.array([each.top_k for each in params], np.int32),
+        "top_p": np.array([each.top_p for each in params], np.float32),
+        "min_p": np.array([each.min_p for each in params], np.float32),
+        "seed": np.array([each.seed for each in params], np.uint32),
+        "index": np.array([each.index for each in requests], np.int32),
+        "token": np.array([(each.tokens or each.prompt)[-1] for each in requests], np.int32),  # not yet in the cache
+        "position": np.array([len(each.prompt) + len(each.tokens) - 1 for each in requests], np.int32),
+        "generated": np.array([len(each.tokens) for each in requests], np.int32),
+    }
 
-    Rows of temperature 0 are not filtered.
-    """
-    temperature, top_k, top_p, min_p = (value[:, None] for value in tensors[1:-1])
-    logits = logits.astype(jnp.float32)
-    draws = temperature > 0
-    logits = logits / jnp.where(draws, temperature, 1.0)
+
+def filtered(logits: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+    """The logits that the next token is drawn by: minus infinity for tokens that are excluded, never the likeliest."""
+    temperature, top_k, top_p, min_p = (rows[name][:, None] for name in ("temperature", "top_k", "top_p", "min_p"))
+    logits = logits / jnp.where(temperature > 0, temperature, 1.0)
 
     def with_filters(logits: Array) -> Array:
         vocabulary = logits.shape[1]
-        descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
-        place = jnp.where((top_k > 0) & draws, jnp.minimum(top_k, vocabulary), vocabulary) - 1
+        descending = jnp.sort(logits, axis=-1, descending=True)
+        place = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary) - 1
         kth = jnp.take_along_axis(descending, place, axis=-1)
-        kept = jnp.where(descending >= kth, descending, _EXCLUDED)  # those tied with the last one stay
+        kept = jnp.where(descending >= kth, descending, -jnp.inf)  # those tied with the last one stay
         probabilities = jax.nn.softmax(kept, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         # At 1 all stay: the sum of a long tail rounds to 1 before its end.
-        stays = (kept > _EXCLUDED) & ((before < top_p) | (top_p >= 1) | ~draws)
+        stays = (kept > -jnp.inf) & ((before < top_p) | (top_p >= 1))
         last = jnp.min(jnp.where(stays, kept, jnp.inf), axis=-1, keepdims=True)
-        least = jnp.where(draws, descending[:, :1] + jnp.log(min_p), _EXCLUDED)
-        return jnp.where((logits >= last) & (logits >= least), logits, _EXCLUDED)
+        least = descending[:, :1] + jnp.log(min_p)
+        return jnp.where((logits >= last) & (logits >= least), logits, -jnp.inf)
 
-    wanted = jnp.any(draws & ((top_k > 0) | (top_p < 1) | (min_p > 0)))
+    wanted = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
     return jax.lax.cond(wanted, with_filters, lambda logits: logits, logits)
 
 
-def choose(
-    logits: Float[Array, "B V"],
-    tensors: SamplingTensors,
-    rows: Int[Array, "B"],
-    steps: Int[Array, "B"],
-) -> Int[Array, "B"]:
-    """The next token of every row; see `filtered`.
+def choose(logits: Float[Array, "V B"], rows: Rows) -> Int[Array, "B"]:
+    """The next token of every row, by float32 logits; see `filtered`.
 
-    A draw is named by (seed, row, step), so that it does not depend on who shares the batch.
+    A draw is named by (seed, index, number of tokens before), so that it does not depend on who shares the batch.
     """
+    is_best = logits == jnp.max(logits, axis=0, keepdims=True)
+    # The first of the best: argmax, which XLA:CPU computes in a loop over single elements.
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    best = jnp.min(jnp.where(is_best, ids, len(logits) - 1), axis=0)
 
-    def draw(seed: Array, row: Array, step: Array, logits: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), step)
+    def draw(seed: Array, index: Array, step: Array, logits: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), index), step)
         return jax.random.categorical(key, logits)
 
-    logits = filtered(logits, tensors)
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # no filter excludes it
-    drawn = jax.lax.cond(
-        jnp.any(tensors.temperature > 0),
-        lambda: jax.vmap(draw)(tensors.seed, rows, steps, logits).astype(jnp.int32),
-        lambda: best,
-    )
-    return jnp.where(tensors.temperature > 0, drawn, best)
+    def drawn() -> Array:
+        tokens = jax.vmap(draw)(rows["seed"], rows["index"], rows["generated"], filtered(logits.T, rows))
+        return jnp.where(rows["temperature"] > 0, tokens.astype(jnp.int32), best)
 
-
-class Detokenizer:
-    """The text of a growing list of tokens, released as soon as no later token can change it.
-
-    Bytes of an unfinished character are held back, and so is text that a stop string may begin with. Text from a stop
-    string on is never released. (`DecodeStream` of tokenizers raises for bytes that are no text.)
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, list(stop)
-        self._undecoded: list[int] = []
-        self._held = ""
-        self.stopped = False  # a stop string was met
-
-    def push(self, token: int | None) -> str:
-        """Return the text that one more token makes certain; None, after the last one: the text still held back."""
-        self._undecoded += [] if token is None else [token]
-        text = self._tokenizer.decode(self._undecoded)
-        unfinished = 0 < len(text) - len(text.rstrip(REPLACEMENT)) < _LONGEST_CHARACTER
-        if self.stopped or (unfinished and token is not None):
-            return ""
-        self._undecoded, held = [], self._held + text
-        ends = [held.find(stop) for stop in self._stops if stop in held]
-        self.stopped = bool(ends)
-        if not ends and token is not None:
-            ends = [place for place in range(len(held)) if any(stop.startswith(held[place:]) for stop in self._stops)]
-        end = min(ends, default=len(held))
-        self._held = held[end:]
-        return held[:end]
+    return jax.lax.cond(jnp.any(rows["temperature"] > 0), drawn, lambda: best)

@@ -14,6 +14,7 @@ from math import prod
 from operator import getitem
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import yaml
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from affinage.errors import UserError
 from affinage.model.graph import Graph, Node, parse
-from affinage.model.layer import Layer, PyTree, map_parameters
+from affinage.model.layer import Layer, PyTree
 from affinage.model.layers.block import TransformerBlock
 from affinage.model.layers.dense import Dropout, LayerNorm, RmsNorm
 from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
@@ -184,7 +185,7 @@ class FamilySpec:
 
     def from_tensors(self, tensors: Tensors, graph: Graph) -> PyTree:
         """Return the graph's parameters in float32. Raises UserError for a tensor missing or of another shape."""
-        params = map_parameters(lambda _, declared: np.empty(declared.shape, np.float32), graph.parameters)
+        params = jax.tree.map(lambda declared: np.empty(declared.shape, np.float32), graph.parameters)
         tied = graph[graph.logits].layer.shares is not None
         # The thirds of a tensor in a row, so that it is read once.
         for each in sorted(self._stored(graph), key=lambda each: "" if each.third is None else each.name):

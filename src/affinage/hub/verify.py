@@ -23,7 +23,7 @@ from affinage.generation.engine import LoadedModel, logits_of
 from affinage.hub.folder import DTYPES
 from affinage.model.graph import Graph
 from affinage.model.layer import PyTree
-from affinage.parallel import MeshLayout
+from affinage.parallel.sharding import MeshLayout
 
 TOLERANCE = 1e-4  # largest difference between two logits, as a share of the largest logit
 GGUF_TOLERANCE = 1e-2  # llama.cpp's kernels accumulate in another order and partly in float16
@@ -157,7 +157,7 @@ def _apart(
 def _logits(
     graph: Graph, params: PyTree, tokens: Int[Array, "B S"], layout: MeshLayout | None
 ) -> Float[Array, "B S V"]:
-    return logits_of(graph, params, tokens, "float32", attention="xla", layout=layout)[0].array()
+    return logits_of((graph, "float32", layout), params, {"tokens": tokens}, attention="xla")[0].array()
 
 
 def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:

@@ -95,7 +95,6 @@ def with_remat(config: ApplyConfig, remat: Remat) -> ApplyConfig:
     if isinstance(remat, str):
         attended = policies.save_only_these_names("attended", STATISTICS)
         dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)
-        policy = {"none": config.remat, "dots": dots, "block": policies.nothing_saveable}[remat]
-        return replace(config, remat=policy)
+        return replace(config, remat={"none": config.remat, "dots": dots, "block": policies.nothing_saveable}[remat])
     names = [*remat.keep, *([STATISTICS] if "attended" in remat.keep else [])]
     return replace(config, remat=policies.save_only_these_names(*names))

@@ -15,7 +15,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from affinage.model.apply_config import NAMED, ApplyConfig, PyTree
 from affinage.model.graph import Graph, Node
-from affinage.model.layer import BATCH, SEQUENCE, Batch, LayerContext, Loss, Pairs, ParamSpec, Result, map_parameters
+from affinage.model.layer import BATCH, SEQUENCE, Batch, LayerContext, Loss, Pairs, ParamSpec, Result
 from affinage.model.layers.embedding import Unembed
 from affinage.model.layers.losses import REFERENCE, PreferenceLoss
 from affinage.model.lora import Adapters
@@ -25,30 +25,30 @@ Declared = Graph | Adapters  # what declares parameters
 
 def abstract_params(graph: Declared, dtype: Any = jnp.float32) -> PyTree:
     """Shapes and dtypes of all parameters as a nested dict of jax.ShapeDtypeStruct; allocates nothing."""
-    return map_parameters(lambda _, p: jax.ShapeDtypeStruct(p.shape, dtype), graph.parameters)
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), graph.parameters)
 
 
 def logical_axes(graph: Declared) -> PyTree:
     """The logical axis of every dimension of every parameter, as a tree of tuples."""
-    return map_parameters(lambda _, p: p.axes, graph.parameters)
+    return jax.tree.map(lambda p: p.axes, graph.parameters)
 
 
 def decayed(graph: Declared) -> PyTree:
     """Whether weight decay applies, as a tree of bools: True for matrices and embeddings, not for norms and biases."""
-    return map_parameters(lambda _, p: p.decay, graph.parameters)
+    return jax.tree.map(lambda p: p.decay, graph.parameters)
 
 
 def init_params(graph: Declared, key: PRNGKeyArray, dtype: Any = jnp.float32) -> PyTree:
     """First values of all parameters; each depends on the key and its own name only. Can be jitted and sharded."""
 
-    def draw(path: tuple[str, ...], parameter: ParamSpec) -> Array:
+    def draw(path: Any, parameter: ParamSpec) -> Array:
         if parameter.init != "normal":
             return jnp.full(parameter.shape, float(parameter.init == "ones"), dtype)
         std = parameter.std / (2 * graph.depth) ** 0.5 if parameter.residual else parameter.std
-        # In float32, and rounded once.
-        return (std * jax.random.normal(_named_key(key, "/".join(path)), parameter.shape, jnp.float32)).astype(dtype)
+        own = _named_key(key, "/".join(part.key for part in path))
+        return (std * jax.random.normal(own, parameter.shape, jnp.float32)).astype(dtype)  # rounded once
 
-    return map_parameters(draw, graph.parameters)
+    return jax.tree_util.tree_map_with_path(draw, graph.parameters)
 
 
 def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) -> PyTree:
@@ -56,7 +56,6 @@ def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) 
 
     Where layers are not scanned, a tuple of [1, batch, ...] for each layer, which a step writes in place.
     """
-
     cache: PyTree = {}
     for node in graph.nodes:
         if shapes := node.layer.cache(graph.input_shapes(node), batch, length):
@@ -173,8 +172,7 @@ def apply_node(node: Node, params: PyTree, inputs: tuple[Any, ...], context: Lay
     """A node's value with its by-products, all its repeats in a row."""
     cache = context.cache
     if node.repeat is not None and context.config.layers is not None and cache is None:
-        result: Result = context.config.layers(node, params, inputs[0], context)
-        return result
+        return context.config.layers(node, params, inputs[0], context)
     first = replace(context, cache=cache[0] if isinstance(cache, tuple) else cache)
     context = replace(context, prepared=node.layer.prepare(inputs, first))
     if node.repeat is not None:
@@ -228,8 +226,7 @@ def _unstack(params: PyTree | list[PyTree], layers: int) -> list[PyTree]:
     return [jax.tree.unflatten(structure, [parts[layer] for parts in split]) for layer in range(layers)]
 
 
-# ---- Flax NNX, for its transformations, optimizers and checkpoints ----
-# The plain tree of parameters stays the contract. Each node becomes a submodule whose leaves are `nnx.Param`.
+# ---- Flax NNX, for its transformations, optimizers and checkpoints; the plain tree stays the contract ----
 
 
 class GraphModule(nnx.Module):
@@ -250,17 +247,13 @@ def to_nnx(graph: Graph, params: PyTree, mesh: Mesh | None = None) -> GraphModul
     With a `mesh` the shardings that the parameters have on it become theirs in NNX, too.
     """
 
-    def param(array: Array, axes: tuple[str | None, ...]) -> Any:
-        spec = array.sharding.spec if isinstance(array.sharding, jax.sharding.NamedSharding) else ()
-        sharding: dict[str, Any] = {} if mesh is None else {"out_sharding": tuple(spec), "mesh": mesh}
-        return nnx.Param(array, logical_axes=axes, **sharding)
+    def param(array: Any, axes: tuple[str | None, ...]) -> Any:
+        on_mesh: dict[str, Any] = {} if mesh is None else {"out_sharding": tuple(array.sharding.spec), "mesh": mesh}
+        return nnx.Param(array, logical_axes=axes, **on_mesh)
 
     return GraphModule(graph, jax.tree.map(param, params, logical_axes(graph)))
 
 
 def from_nnx(module: GraphModule) -> PyTree:
     """The plain tree of a module's parameters, for `apply`, checkpoints and exports."""
-    tree: PyTree = jax.tree.map(
-        lambda leaf: leaf[...], module.nodes, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
-    return tree
+    return jax.tree.map(lambda leaf: leaf[...], module.nodes, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

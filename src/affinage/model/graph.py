@@ -7,25 +7,15 @@ from functools import cached_property, partial
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
+import jax
 from pydantic import ValidationError
 
 import affinage.model.layers  # noqa: F401  registers the layers of the package
 from affinage.config.mistakes import explain
 from affinage.config.training import DpoSettings
 from affinage.errors import UserError, meant
-from affinage.model.layer import (
-    BATCH,
-    LAYERS,
-    SEQUENCE,
-    TOKENS,
-    Layer,
-    ParamSpec,
-    PyTree,
-    Shape,
-    ShapeMismatch,
-    map_parameters,
-    parameters_in,
-)
+from affinage.model.apply_config import PyTree
+from affinage.model.layer import BATCH, LAYERS, SEQUENCE, TOKENS, Layer, ParamSpec, Shape, ShapeMismatch
 from affinage.model.layers.embedding import Embedding, LearnedPositions
 
 Path = tuple[str, ...]
@@ -66,6 +56,8 @@ class Graph:
     inputs: tuple[tuple[str, Shape], ...]
     nodes: tuple[Node, ...]
     shapes: Mapping[str, Shape] = field(compare=False, repr=False)  # of every input and node
+    # Declarations of all parameters: {node name: nested dict}; a repeated node's have the layers first.
+    parameters: PyTree = field(compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Node:
         return self._by_name[name]
@@ -104,20 +96,8 @@ class Graph:
     @cached_property
     def depth(self) -> int:
         """Layers that add to a residual stream, for the scale of their first values."""
-        residual = [name for name, tree in self.parameters.items() if any(p.residual for p in parameters_in(tree))]
+        residual = [name for name, tree in self.parameters.items() if any(p.residual for p in jax.tree.leaves(tree))]
         return max(1, sum(self[name].layers for name in residual))
-
-    @cached_property
-    def parameters(self) -> PyTree:
-        """Declarations of all parameters: {node name: nested dict}; a repeated node's have the layers first."""
-        tree: PyTree = {}
-        for node in self.nodes:
-            own = node.layer.parameters(self.input_shapes(node))
-            if node.repeat is not None:
-                own = map_parameters(partial(_stacked, node.repeat), own)
-            if own:
-                tree[node.name] = own
-        return tree
 
     def sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """What the symbols in the inputs' shapes stand for in this batch of arrays: B, and S where there are tokens."""
@@ -145,12 +125,6 @@ class Graph:
             nodes[node.name] = entry | node.layer.model_dump(mode="json", exclude_defaults=True)
         sizes = {name: list(shape.dims[1:]) for name, shape in self.inputs}
         return {"inputs": ["tokens"] if list(sizes) == ["tokens"] else sizes, "nodes": nodes}
-
-
-def _stacked(layers: int, _path: Path, one: ParamSpec) -> ParamSpec:
-    """The parameter of `layers` copies along a new first axis."""
-    inputs = tuple(axis + 1 for axis in one.inputs)
-    return replace(one, shape=(layers, *one.shape), axes=("layers", *one.axes), inputs=inputs)
 
 
 def preference_graph(graph: Graph, settings: DpoSettings, documents: int) -> Graph:
@@ -221,18 +195,17 @@ def _check_keys(entry: Any, known: Iterable[str], path: Path, locate: Locate) ->
 
 def _parse_inputs(value: Any, locate: Locate) -> dict[str, Shape]:
     """The inputs by name: [tokens], or a mapping with the size of an array's rows."""
-    value = {"tokens": [SEQUENCE]} if value in ("tokens", ["tokens"]) else value
-    if not isinstance(value, Mapping) or not value:
-        what = f"`inputs` must be [tokens], or a size for each array, not {value!r}"
-        raise UserError(what, where=locate(("model", "inputs")))
+    given = {"tokens": [SEQUENCE]} if value in ("tokens", ["tokens"]) else value
     shapes: dict[str, Shape] = {}
-    for name, size in value.items():
+    for name, size in given.items() if isinstance(given, Mapping) else ():
         sizes = tuple(size) if isinstance(size, list | tuple) else ()
-        valid = sizes == (SEQUENCE,) if name == "tokens" else sizes and all(type(n) is int and n > 0 for n in sizes)
-        if not valid:
-            what = f"input `{name}` must have the size of one row, such as [8, 8, 1], not {size!r}"
-            raise UserError(what, where=locate(("model", "inputs", str(name))))
-        shapes[str(name)] = TOKENS if name == "tokens" else Shape((BATCH, *sizes))
+        if name == "tokens" and sizes == (SEQUENCE,):
+            shapes[name] = TOKENS
+        elif name != "tokens" and sizes and all(type(n) is int and n > 0 for n in sizes):
+            shapes[str(name)] = Shape((BATCH, *sizes))
+    if not shapes or len(shapes) < len(given):
+        what = f"`inputs` must be [tokens], or the size of one row of each array, not {value!r}"
+        raise UserError(what, where=locate(("model", "inputs")), fix="Write for instance {images: [8, 8, 1]}.")
     return shapes
 
 
@@ -268,7 +241,7 @@ def _parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -
 
 def _ordered(nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Locate) -> Graph:
     """The graph with its nodes after their inputs, and the shapes of all values."""
-    shapes = dict(inputs)
+    shapes, parameters = dict(inputs), {}
     try:
         names = [*TopologicalSorter({name: node.inputs for name, node in nodes.items()}).static_order()]
     except CycleError as error:
@@ -278,13 +251,16 @@ def _ordered(nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Loc
     for node in ordered:
         taken = tuple(shapes[source] for source in node.inputs)
         try:
-            shapes[node.name] = node.layer.shape(taken)
+            shapes[node.name], own = node.layer.shape(taken), node.layer.parameters(taken)
         except ShapeMismatch as error:
             raise _wrong(f"node `{node.name}` ({node.layer.kind_name}): {error}", locate, node.name) from None
+        if own:
+            stacked = partial(ParamSpec.stacked, layers=node.layers)
+            parameters[node.name] = own if node.repeat is None else jax.tree.map(stacked, own)
         if node.repeat is not None and (shapes[node.name],) != taken:
             what = f"node `{node.name}` cannot repeat: it turns {taken[0]} into {shapes[node.name]}"
             raise _wrong(what, locate, node.name)
-    return Graph(tuple(inputs.items()), tuple(ordered), shapes)
+    return Graph(tuple(inputs.items()), tuple(ordered), shapes, parameters)
 
 
 # ---- what a graph costs, known from its shapes alone: parameters and floating point operations ----
@@ -307,8 +283,8 @@ class ParameterCount:
 def parameters(graph: Graph) -> ParameterCount:
     """Counts of the declared parameters; nothing is allocated."""
     tables = [node.name for node in graph.nodes if isinstance(node.layer, Embedding | LearnedPositions)]
-    embedding = sum(p.size for name in tables for p in parameters_in(graph.parameters[name]))
-    declared = parameters_in(graph.parameters)
+    embedding = sum(p.size for name in tables for p in jax.tree.leaves(graph.parameters[name]))
+    declared = jax.tree.leaves(graph.parameters)
     return ParameterCount(sum(p.size for p in declared), sum(p.active for p in declared), embedding)
 
 
@@ -323,7 +299,7 @@ def analyze(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
         flops = (cost.matmul + cost.attention) * node.layers
         row = {"name": node.name, "kind": node.layer.kind_name, "inputs": [*node.inputs], "repeat": node.layers}
         row |= {"shape": str(graph.shapes[node.name]), "flops": flops}
-        row["parameters"] = sum(parameter.size for parameter in parameters_in(graph.parameters.get(node.name, {})))
+        row["parameters"] = sum(p.size for p in jax.tree.leaves(graph.parameters.get(node.name, {})))
         rows.append(row | {"training_flops": flops if node.layer.constant else 3 * flops})
     return rows
 

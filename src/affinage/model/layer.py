@@ -1,7 +1,7 @@
 """What a layer is: the settings and rules of one kind of node. A new one is a class in any file."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
@@ -40,6 +40,12 @@ class Shape:
             raise ShapeMismatch(f"expected an input whose last dimension is its width, got {self}")
         return self.dims[-1]
 
+    def require_sequence(self) -> "Shape":
+        """The shape itself, which must be [B, S, width] of floats."""
+        if len(self.dims) != 3 or self.dims[:2] != (BATCH, SEQUENCE) or self.dtype != "float":
+            raise ShapeMismatch(f"expected an input [B, S, width], got {self}")
+        return self
+
     def bind(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The dimensions with the symbols replaced, for instance by `{"B": 4, "S": 2048}`."""
         return tuple(sizes[d] if isinstance(d, str) else d for d in self.dims)
@@ -49,19 +55,6 @@ class Shape:
 
 
 TOKENS = Shape((BATCH, SEQUENCE), "int")
-
-
-def sequence_of(width: int) -> Shape:
-    """Shape [B, S, width] of a vector at every token."""
-    return Shape((BATCH, SEQUENCE, width))
-
-
-def expect_sequence(x: Shape) -> int:
-    """Width of an input that must be [B, S, width] floats."""
-    if len(x.dims) != 3 or x.dims[:2] != (BATCH, SEQUENCE) or x.dtype != "float":
-        raise ShapeMismatch(f"expected an input [B, S, width], got {x}")
-    return x.width
-
 
 # ---- parameters, declared before any array exists ----
 
@@ -89,23 +82,16 @@ class ParamSpec:
         """Number of elements that one token uses."""
         return self.size if self.used is None else self.size // self.shape[self.axes.index("experts")] * self.used
 
+    def stacked(self, layers: int) -> "ParamSpec":
+        """The parameter of this many copies of the layer, along a new first axis."""
+        inputs = tuple(axis + 1 for axis in self.inputs)
+        return replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes), inputs=inputs)
+
     @property
     def outputs(self) -> tuple[int, ...]:
         """Of a hidden layer's matrix, the dimensions of its output; the others count layers and experts."""
         besides = {*self.inputs, *(i for i, axis in enumerate(self.axes) if axis in ("layers", "experts"))}
         return tuple(i for i in range(len(self.shape)) if i not in besides) if self.inputs else ()
-
-
-def map_parameters(function: Callable[[tuple[str, ...], ParamSpec], Any], tree: Mapping[str, Any]) -> PyTree:
-    """Replaces every declaration in a tree by `function(path, declaration)`."""
-
-    mapped: PyTree = jax.tree_util.tree_map_with_path(lambda path, p: function(tuple(k.key for k in path), p), tree)
-    return mapped
-
-
-def parameters_in(tree: Mapping[str, Any]) -> list[ParamSpec]:
-    """All declarations in a tree."""
-    return jax.tree.leaves(tree)
 
 
 # ---- what goes into a layer and comes out ----
@@ -184,11 +170,11 @@ class Layer(Settings):
         return None
 
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        """Shape of the value; raises ShapeMismatch for inputs without a rule."""
-        raise NotImplementedError
+        """Shape of the value, by default that of the first input; raises ShapeMismatch for inputs without a rule."""
+        return inputs[0]
 
     def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
-        """Nested declarations of the node's own parameters."""
+        """Nested declarations of the node's own parameters; raises ShapeMismatch, too."""
         return {}
 
     def cache(self, inputs: tuple[Shape, ...], batch: int, length: int) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,7 @@ begins at zero, so the adapted model begins as the model. The matrices of a mixt
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,7 @@ class Adapters:
     @cached_property
     def parameters(self) -> PyTree:
         """Declarations of A and B, where the matrices are in the graph's; split over a mesh as the matrix is."""
-        tree: PyTree = unflatten_dict({path: self._declared(self._matrices[path]) for path in self.targets})
-        return tree
+        return unflatten_dict({path: self._declared(self._matrices[path]) for path in self.targets})
 
     def _declared(self, matrix: ParamSpec) -> PyTree:
         layers, inputs, rank = int(matrix.axes[0] == "layers"), matrix.inputs, self.settings.r  # one stack, or none
@@ -81,16 +80,11 @@ class Adapters:
     def beside(self, weights: PyTree, adapters: PyTree) -> PyTree:
         """The tree that the graph is applied to, with the adapters beside the matrices and the scale in them."""
         scale = self.settings.alpha / self.settings.r
-        return self._changed(
-            weights, adapters, lambda _, kernel, a, b: {"kernel": kernel, LORA_A: a, LORA_B: b * scale}
-        )
+        return self._changed(weights, adapters, lambda _, w, a, b: {"kernel": w, LORA_A: a, LORA_B: b * scale})
 
     def merged(self, weights: PyTree, adapters: PyTree) -> PyTree:
         """The weights with the adapters added to them, in float32 and then in the weights' own dtype."""
-        scale = self.settings.alpha / self.settings.r
-
-        def product(a: Any, b: Any) -> Any:
-            return jnp.tensordot(a, b, 1, precision=jax.lax.Precision.HIGHEST)
+        scale, product = self.settings.alpha / self.settings.r, partial(jnp.tensordot, axes=1, precision="highest")
 
         def add(matrix: ParamSpec, *arrays: Any) -> PyTree:
             of_layers = jax.vmap(product) if matrix.axes[0] == "layers" else product
@@ -105,5 +99,4 @@ class Adapters:
             if path[0] in weights:
                 three = arrays[*path, "kernel"], trained[*path, LORA_A], trained[*path, LORA_B]
                 arrays |= {(*path, name): array for name, array in change(self._matrices[path], *three).items()}
-        tree: PyTree = unflatten_dict(arrays)
-        return tree
+        return unflatten_dict(arrays)

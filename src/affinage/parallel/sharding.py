@@ -10,13 +10,12 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from typing_extensions import override
 
 from affinage.config.training import LogicalAxis, MeshAxis
 from affinage.errors import UserError
 from affinage.model.apply_config import Axes, Layout
 from affinage.model.graph import Graph
-from affinage.model.layer import SEQUENCE, parameters_in
+from affinage.model.layer import SEQUENCE
 
 PyTree = Any
 Table = Mapping[str, tuple[str, ...]]
@@ -51,41 +50,28 @@ REPLICAS = "data"  # the mesh axis along which stand copies of the model, unless
 
 
 def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh with every axis of `AXES`, of size 1 where `sizes` does not name it; `devices` of all hosts.
-
-    One size may be "auto", which takes the devices that the others leave; without it one host may leave some.
-    UserError: the sizes do not multiply to the number of devices.
-    """
-    full = axis_sizes(sizes, len(devices), all_of_them=jax.process_count() > 1)
-    shape = tuple(full.values())
+    """A mesh with every axis of `AXES`, whose sizes are those of `axis_sizes`; `devices` are of all hosts."""
+    shape = tuple(axis_sizes(sizes, len(devices), all_of_them=jax.process_count() > 1).values())
     # On a TPU the grid follows the wires of the torus; elsewhere it is the order of the devices.
-    used = list(devices[: math.prod(shape)])
-    grid = mesh_utils.create_device_mesh(shape, used, allow_split_physical_axes=True)
-    return Mesh(grid, tuple(full), axis_types=(jax.sharding.AxisType.Auto,) * len(full))
+    grid = mesh_utils.create_device_mesh(shape, devices[: math.prod(shape)], allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 
 def axis_sizes(sizes: Mapping[str, int | str], count: int, *, all_of_them: bool) -> dict[str, int]:
-    """The sizes of all `AXES`, with "auto" filled in, for `count` devices; without `all_of_them` some may be left over.
+    """The sizes of all `AXES` on `count` devices: 1 by default, and "auto" takes what the others leave.
 
-    UserError: two that are auto, or sizes that do not fit the devices.
+    Without `all_of_them` some devices may be left over. UserError: two are auto, or the sizes do not fit the devices.
     """
     fixed = dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in sizes.items() if size != "auto"}
     free, used = [axis for axis, size in sizes.items() if size == "auto"], math.prod(fixed.values())
-    if len(free) > 1:
-        what, fix = f"both {free[0]} and {free[1]} are auto", "At most one axis may be auto."
-    elif count % used if free else used > count or (used < count and all_of_them):
-        product = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1)
-        made = f"{product} makes {used} devices" if product else "the mesh is of 1 device"
-        widest = "data" if used <= count else max(fixed, key=lambda axis: fixed[axis])
-        what, fix = (
-            f"{made}, but there are {count}",
-            f"Write {widest}=auto: --set mesh.{widest}=auto, --mesh {widest}=auto.",
-        )
-        if free:
-            what, fix = f"{made}, which does not divide the {count} there are", f"Take sizes that divide {count}."
-    else:
+    fits = count % used == 0 if free else used == count or (used < count and not all_of_them)
+    if fits and len(free) < 2:
         return fixed | dict.fromkeys(free, count // used)
-    raise UserError(what, where="mesh", fix=fix)
+    made = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    widest = "data" if used <= count else max(fixed, key=lambda axis: fixed[axis])
+    axis = free[0] if free else widest
+    fix = f"Let one axis be auto (--set mesh.{axis}=auto, --mesh {axis}=auto), and the others divide the {count}."
+    raise UserError(f"the mesh {made or 'of 1 device'} does not fit {count} devices", where="mesh", fix=fix)
 
 
 def table_with(replaced: Lines) -> Table:
@@ -95,8 +81,7 @@ def table_with(replaced: Lines) -> Table:
         table["expert_rows"] = tuple(axis for axis in table["batch"] if axis not in table["experts"])
     for other in ("sequence", "residual"):
         if shared := sorted(set(table["batch"]) & set(table[other])):
-            fix = "A mesh axis splits either the rows of a batch or the positions of its sequences."
-            what = f"both `batch` and `{other}` are split over {shared[0]}"
+            what, fix = f"both `batch` and `{other}` are split over {shared[0]}", "A mesh axis splits one of the two."
             raise UserError(what, where="parallel.sharding", fix=fix)
     return table
 
@@ -106,25 +91,20 @@ class MeshLayout(Layout):
     """Arrays split over a mesh as the table says; without pins XLA may gather the rows instead of the weights."""
 
     mesh: Mesh
-    table: Table = field(default_factory=lambda: TABLE)
-
-    def __hash__(self) -> int:
-        return hash((self.mesh, frozenset(self.table.items())))
+    table: Table = field(default_factory=lambda: TABLE, hash=False)
 
     def spec(self, axes: Axes, without: Collection[str] = ()) -> PartitionSpec:
-        """The split of an array with the given logical axes; None in `axes` is never split.
+        """The split of an array with these logical axes. Of two that claim a mesh axis, the one further left has it.
 
-        Where two logical axes claim a mesh axis, the one further left has it. Mesh axes of size 1 are left out, so that
-        specs of equal meaning are equal, and so are those of `without`.
+        Mesh axes of size 1 are left out, so that specs of equal meaning are equal, and so are those of `without`.
         """
         taken: set[str] = set()
-        parts: list[tuple[str, ...] | str | None] = []
+        parts: list[tuple[str, ...]] = []
         for axis in axes:
-            claimed = [name for name in self.mesh_axes(axis) if name not in taken] if axis else []
-            taken.update(claimed)
-            names = [name for name in claimed if name not in without]
-            parts.append(tuple(names) if len(names) > 1 else names[0] if names else None)
-        while parts and parts[-1] is None:
+            names = [name for name in self.mesh_axes(axis) if name not in taken] if axis else []
+            taken.update(names)
+            parts.append(tuple(name for name in names if name not in without))
+        while parts and not parts[-1]:
             parts.pop()
         return PartitionSpec(*parts)
 
@@ -149,13 +129,13 @@ class MeshLayout(Layout):
 
     def check(self, graph: Graph, rows: int, micro_batches: int, seq_len: int) -> None:
         """Refuse, by a UserError, a batch that does not split evenly over the mesh, or an axis that splits nothing, for
-        rows of `seq_len` tokens, 0 of models without; the stages of a pipeline are left to `Pipeline.check`."""
+        rows of `seq_len` tokens, 0 of models without; what stages of a pipeline need is left to `Pipeline.check`."""
         self.check_rows(rows, micro_batches)
-        used = {"batch", *(name for parameter in parameters_in(graph.parameters) for name in parameter.axes if name)}
+        used = {"batch", *(name for parameter in jax.tree.leaves(graph.parameters) for name in parameter.axes if name)}
         if any(SEQUENCE in shape.dims for _, shape in graph.inputs):
             used |= {"sequence", "residual", "keys", "width"}  # of activations alone
         for axis, size in self.mesh.shape.items():
-            if size > 1 and axis != STAGES and not any(axis in self.table[line] for line in used):
+            if size > 1 and not any(axis in self.table[line] for line in used):
                 what = f"nothing of this model is split along {axis} = {size}"
                 fix = f"Give those {size} devices, which would do the same work, to data or fsdp."
                 raise UserError(what, where="mesh", fix=fix)
@@ -186,35 +166,29 @@ class MeshLayout(Layout):
         lines = {line: tuple(axis for axis in axes if axis != removed) for line, axes in self.table.items()}
         return replace(self, table=lines)
 
-    @override
     def constrain(self, x: Array, axes: Axes) -> Array:
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(axes)))
 
-    @override
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         return tuple(name for name in self.table[axis] if self.mesh.shape[name] > 1)
 
-    @override
     def parts(self, *axes: str) -> int:
         return math.prod(self.mesh.shape[name] for name in {name for axis in axes for name in self.table[axis]})
 
-    @override
     def mapped(
         self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, *, over: Collection[str] | None = None
     ) -> Callable[..., Any]:
-        every = set(self.mesh.axis_names)
+        every = set(AXES)
         apart = every if over is None else {STAGES, *(name for axis in over for name in self.mesh_axes(axis))}
-        if self.mesh.size == 1 or all(self.mesh.shape[name] == 1 for name in apart):
+        if all(self.mesh.shape[name] == 1 for name in apart):
             return function
 
         def is_axes(node: Any) -> bool:
             return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
 
-        def specs(tree: Any) -> Any:
-            return jax.tree.map(partial(self.spec, without=every - apart), tree, is_leaf=is_axes)
-
+        specs = partial(jax.tree.map, partial(self.spec, without=every - apart), is_leaf=is_axes)
         return jax.shard_map(
             function,
             mesh=self.mesh,
@@ -230,11 +204,6 @@ class MeshLayout(Layout):
     def stages(self) -> int:
         """Stages of a pipeline, 1 without one."""
         return self.mesh.shape[STAGES]
-
-    @property
-    def own_stages(self) -> int:
-        """Stages that the arrays of the program show: all; a plan's show one device's."""
-        return self.stages
 
     def pin_first(self, x: Float[Array, "N ..."], axis: str) -> Array:
         """Pins the first axis of an array alone; XLA splits the others."""
@@ -264,16 +233,18 @@ def serving_layout(
     The devices of `pipeline` and `context` split the weights as `fsdp` does, or, where a width does not divide, hold
     copies as `data`. `replaced` are the recipe's lines of the sharding table.
     """
-    table, shape = serving_table(replaced), dict(make_mesh(sizes, devices).shape)
-    folded = shape[STAGES] * shape["context"]
-    layouts = [
-        MeshLayout(make_mesh(shape | {STAGES: 1, "context": 1, axis: shape[axis] * folded}, devices), table)
-        for axis in ("fsdp", "data")
-    ]
+    shape = dict(make_mesh(sizes, devices).shape)
+    folded = shape.pop(STAGES) * shape.pop("context")
+
+    def folded_into(axis: str) -> tuple[MeshLayout, Any]:
+        mesh = make_mesh(shape | {axis: shape[axis] * folded}, devices)
+        layout = MeshLayout(mesh, serving_table(replaced))
+        return layout, layout.param_shardings(axes, abstract)
+
     try:
-        return layouts[0], layouts[0].param_shardings(axes, abstract)
+        return folded_into("fsdp")
     except UserError:
-        return layouts[1], layouts[1].param_shardings(axes, abstract)
+        return folded_into("data")
 
 
 def serving_table(replaced: Lines) -> Table:

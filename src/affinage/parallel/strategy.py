@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax import checkpoint_policies as policies
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
-from typing_extensions import override
+from jaxtyping import Array, Float, Shaped
 
 from affinage.config.training import ParallelSettings
 from affinage.errors import UserError
@@ -51,11 +51,10 @@ _FLAGS: Mapping[str, Mapping[str, bool | int]] = {
 class Strategy:
     """One program on all devices, split by XLA's partitioner from the shardings of its arguments.
 
-    Data, fully sharded, tensor, expert and context parallelism are in the mesh and the sharding table alone. A plug-in
-    may bring a strategy of its own. `compiler_options` are XLA's, by name.
+    Data, fully sharded, tensor, expert and context parallelism are in the mesh and the sharding table alone.
     """
 
-    compiler_options: Mapping[str, bool | int | str] = field(default_factory=dict)
+    compiler_options: Mapping[str, bool | int | str] = field(default_factory=dict)  # XLA's, by name
 
     def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
         """Refuse, by a UserError, a model or rows of a micro-batch that the strategy cannot run on the mesh."""
@@ -64,25 +63,19 @@ class Strategy:
         """How the graph is to be applied inside the steps."""
         return config
 
-    def compile_training(self, step: Function, state: PyTree, batch: PyTree) -> Function:
-        """Compile `(state, batch) -> (state, metrics)` for trees of `jax.ShapeDtypeStruct` with shardings.
+    def compile(self, step: Function, state: PyTree, batch: PyTree, *, donate: bool) -> Function:
+        """Compile `(state, batch) -> (state, metrics)`, whose new state takes the memory of the old one and is sharded
+        like it, or without `donate` `(state, batch) -> metrics`. Metrics are whole on every device.
 
-        The new state takes the memory of the old one and is sharded like it; the metrics are whole on every device.
+        The arguments are trees of `jax.ShapeDtypeStruct` with shardings. UserError: XLA does not know an option.
         """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         whole = replicated(jax.tree.leaves(shardings)[0].mesh)
-        return self._compile(jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)), state, batch)
-
-    def compile_evaluation(self, step: Function, params: PyTree, batch: PyTree) -> Function:
-        """Compile `(params, batch) -> sums`; the parameters stay, the sums are whole on every device."""
-        whole = replicated(jax.tree.leaves(params)[0].sharding.mesh)
-        return self._compile(jax.jit(step, out_shardings=whole), params, batch)
-
-    def _compile(self, jitted: Any, *arguments: PyTree) -> Function:
+        new, donated = ((shardings, whole), 0) if donate else (whole, ())
+        jitted = jax.jit(step, donate_argnums=donated, out_shardings=new)
         options = {name: flag if isinstance(flag, bool) else str(flag) for name, flag in self.compiler_options.items()}
         try:
-            compiled: Function = jitted.lower(*arguments).compile(compiler_options=options or None)
-            return compiled
+            return jitted.lower(state, batch).compile(compiler_options=options or None)
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" not in str(error):
                 raise
@@ -107,33 +100,26 @@ class Pipeline(Strategy):
     """The layers of a repeated node as P stages along the mesh axis `pipeline` (GPipe: Huang et al., 2019).
 
     All stages are one `jax.vmap` over an axis that the mesh splits, and what a stage has computed goes to the next by a
-    roll along that axis. In each of rounds x M + P - 1 ticks every stage works on another micro-batch; the share of
-    ticks without work is (P - 1) / (rounds x M + P - 1). Embedding and head are no stages: they split the rows over
-    the devices of the pipeline as well. Of several rounds, a device holds as many shorter stages (interleaved:
-    Narayanan et al., 2021), and weights, which lie in the order of the layers, are sent to their stages in every step.
+    roll along that axis. In each of rounds x M + P - 1 ticks every stage works on another micro-batch, but in P - 1 of
+    them it has none. Of several rounds, a device holds as many shorter stages (interleaved: Narayanan et al., 2021),
+    and weights, which lie in the order of the layers, are sent to their stages in every step.
     """
 
     micro_batches: int | None = None  # M, a multiple of P; None: the largest up to 4 P that divides the rows
     rounds: int = 1  # how often a micro-batch goes through the stages
 
-    @override
     def adapt(self, config: ApplyConfig) -> ApplyConfig:
-        layout = cast(MeshLayout, config.layout)  # of nodes that are no stages: all devices split their rows
+        layout = cast(MeshLayout, config.layout)  # of embedding and head, which are no stages: all devices split rows
         beside = replace(layout, table={**layout.table, "batch": (*layout.table["batch"], STAGES)})
         return replace(config, layers=self._layers, layout=beside)
 
-    @override
     def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
-        repeated, pieces = [node for node in graph.nodes if node.repeat is not None], layout.stages * self.rounds
-        if not repeated:
-            fix = "A pipeline's stages are the layers of a node with `repeat`. Use the other axes of the mesh."
-            what = f"the mesh has pipeline {layout.stages}, but no node of the model is repeated"
-            raise UserError(what, where="mesh", fix=fix)
-        for node in repeated:
-            if node.layers % pieces:
+        pieces = layout.stages * self.rounds
+        stages = f"{layout.stages} stages" + (f" of {self.rounds} rounds" if self.rounds > 1 else "")
+        for node in graph.nodes:
+            if node.repeat is not None and node.layers % pieces:
+                what = f"the {node.layers} layers of `{node.name}` do not divide into {stages}"
                 fix = f"`repeat: {multiples(node.layers, pieces)}` works with this mesh."
-                what = f"the {node.layers} layers of `{node.name}` do not divide into {layout.stages} stages"
-                what += f" of {self.rounds} rounds" if self.rounds > 1 else ""
                 raise UserError(what, where="mesh", fix=fix)
         self.parts(rows, layout)
 
@@ -153,7 +139,7 @@ class Pipeline(Strategy):
     def _layers(self, node: Node, params: PyTree, x: Float[Array, "B S D"], context: LayerContext) -> Result:
         """The layers of `node`, as `apply_layers` applies them."""
         beside = cast(MeshLayout, context.config.layout)
-        layout, own, rounds = beside.without(STAGES), beside.own_stages, self.rounds
+        layout, own, rounds = beside.without(STAGES), beside.parts("stages"), self.rounds
         x = beside.gather_rows(x)
         parts, each = self.parts(len(x), beside), node.layers // (own * rounds)
         rows = {name: _micro_batches(beside.gather_rows(array), parts) for name, array in context.batch.items()}
@@ -176,9 +162,10 @@ class Pipeline(Strategy):
 
         if rounds > 1:
             # Else JAX would keep the weights that are cut out for a round in every tick. Of one round they are the same
-            # in every tick, and kept once.
-            keep = partial(_with_block_inputs, context.config.remat or NAMED)
-            stage = jax.checkpoint(stage, prevent_cse=False, policy=keep)
+            # in every tick, and kept once. Of two policies the outer one holds, so it has the layers' inputs, too.
+            inputs = policies.save_only_these_names("block_input")
+            kept = policies.save_from_both_policies(inputs, context.config.remat or NAMED)
+            stage = jax.checkpoint(stage, prevent_cse=False, policy=kept)
         run = partial(jax.vmap(stage, spmd_axis_name=STAGES if own > 1 else None), weights)
         # Micro-batches wait on the devices of the first stage; the others have zeros.
         x = _micro_batches(x, parts)
@@ -212,8 +199,8 @@ def _schedule(
         busy = piece == time - number
         # A loss counts its tokens once, not in every layer.
         counted = busy & (number == 0) & (piece < parts)
-        losses = {name: (_sum(busy, total), _sum(counted, count)) for name, (total, count) in losses.items()}
-        return (made, waiting), (losses, jax.tree.map(partial(_sum, busy), metrics))
+        losses = {n: (jnp.sum(v, where=busy), jnp.sum(count, where=counted)) for n, (v, count) in losses.items()}
+        return (made, waiting), (losses, jax.tree.map(lambda values: jnp.sum(values, where=busy), metrics))
 
     ticks = rounds * parts + stages - 1
     (made, waiting), sums = jax.lax.scan(tick, (jnp.zeros_like(waiting[:, 0]), waiting), jnp.arange(ticks))
@@ -221,13 +208,8 @@ def _schedule(
     return store(waiting, jnp.roll(made, 1, axis=0), ticks)[0], losses, metrics
 
 
-def _with_block_inputs(remat: Callable[..., Any], primitive: Any, *inputs: Any, **parameters: Any) -> Any:
-    """What `remat` keeps, and what every layer begins with: of two policies the outer one holds for what is inside."""
-    return parameters.get("name") == "block_input" or remat(primitive, *inputs, **parameters)
-
-
-def _micro_batches(x: Array, parts: int) -> Array:
-    """[B, ...] as [M, B / M, ...]: micro-batch m has the rows m, m + M, ..., so that every device keeps its own."""
+def _micro_batches(x: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "M b ..."]:
+    """Micro-batch m of M has the rows m, m + M, ..., so that every device keeps its own."""
     return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
 
 
@@ -235,7 +217,3 @@ def _at(x: Array, index: Array | int, axis: int = 0) -> Array:
     if x.shape[axis] == 1:
         return jnp.squeeze(x, axis)
     return jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
-
-
-def _sum(condition: Array, values: Array) -> Array:
-    return jnp.sum(jnp.where(condition, values, 0.0))

@@ -14,7 +14,7 @@ from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.model import Graph
-from affinage.parallel import MeshLayout, serving_table
+from affinage.parallel.sharding import MeshLayout, serving_table
 from affinage.pipeline.models import KEPT, made_from
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.steps_data import chat_tokenizer
@@ -98,8 +98,7 @@ class BenchmarkMonitor:
     def score(self, state: TrainState, stop: Callable[[], bool]) -> tuple[dict[str, Any], Answers] | None:
         """The metrics {task: {metric: {value, stderr}}} and answers of a state; None once `stop` returns true.
 
-        Answers are stored as they come, under a fingerprint of the weights: a training that was stopped or killed comes
-        to the same weights again, bit for bit, and computes none twice.
+        Answers are stored as they come, under a fingerprint of the weights: a resumed training computes none twice.
         """
         from affinage.evaluation.run import evaluate
 
@@ -112,7 +111,6 @@ class BenchmarkMonitor:
             like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
             params = jax.jit(split_params(self._graph, settings).merge_lora, out_shardings=like)(params, state.frozen)
         sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
-        kind = next(iter(sharding.device_set)).device_kind
         model = LoadedModel(
             graph=self._graph,
             params=params,
@@ -121,7 +119,7 @@ class BenchmarkMonitor:
             context=self._length,
             layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
             system_prompt=self._system_prompt,
-            compute_dtype=compute_dtype(settings.precision, chip(kind)).name,
+            compute_dtype=compute_dtype(settings.precision, chip(next(iter(sharding.device_set)).device_kind)).name,
         )
         rows, world = context.inputs.get("tokenize"), context.inputs.get("synthesize")
         world = world if rows is None else made_from(rows, "synthesize")  # a pretraining reads no world itself
@@ -132,19 +130,20 @@ class BenchmarkMonitor:
                 self.settings.tasks,
                 keep=context.folder / ANSWERS,
                 world=world,
-                data_dir=self.settings.data_dir,
-                limit=self.settings.limit,
+                **self.settings.model_dump(include={"data_dir", "limit"}),
                 sample_seed=context.recipe.seed,
                 answered=lines.update,
                 progress=raise_if_stopped,
             )
+            right = {task: items for task in sorted(lines) if (items := right_items(lines[task])) is not None}
+            if (len(right) < len(lines) and self.settings.on_regression != "log") or not lines:
+                what = f"not all of these have a metric that is right or wrong for an item: {', '.join(_BINARY)}"
+                raise UserError(what, fix="Choose tasks that have one and are scored by log-likelihood.")
         except _Stopped:
             return None
-        right = {task: items for task in sorted(lines) if (items := right_items(lines[task])) is not None}
-        if (len(right) < len(lines) and self.settings.on_regression != "log") or not lines:
-            what = f"not all of these have a metric that is right or wrong for an item: {', '.join(_BINARY)}"
-            fix = "Choose tasks that have one and are scored by log-likelihood."
-            raise UserError(what, where=f"{context.step}.monitor.tasks", fix=fix)
+        except UserError as error:
+            error.where = ": ".join(filter(None, [f"{context.step}.monitor.tasks", error.where]))
+            raise
         return {task: entry["metrics"] for task, entry in results["tasks"].items()}, right
 
 

@@ -26,9 +26,7 @@ from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
-from affinage.model.layer import map_parameters
-from affinage.parallel import serving_layout
-from affinage.parallel.sharding import Lines, replicated
+from affinage.parallel.sharding import Lines, replicated, serving_layout
 from affinage.pipeline import models
 from affinage.pipeline.models import KEPT, MODEL, TOKENIZER, Checkpoint, Target
 from affinage.pipeline.store import read_manifest
@@ -160,7 +158,7 @@ def _digest(folder: Path, pattern: str) -> str:
 def initial_params(folder: Path, graph: Graph) -> Callable[[Any], Any]:
     """What loads an imported model's weights as parameters of `graph`, given with shardings; UserError for others."""
     graphs = (graph, parse(read_json(folder / MODEL)["graph"]))
-    ours, theirs = (flatten_dict(map_parameters(lambda _, one: one.shape, of.parameters), sep=".") for of in graphs)
+    ours, theirs = (flatten_dict(jax.tree.map(lambda one: one.shape, of.parameters), sep=".") for of in graphs)
     if differing := sorted({name for name, _ in ours.items() ^ theirs.items()}):
         what = f"the recipe's model and the one it begins with differ in {', '.join(differing[:3])}"
         raise UserError(what, where="init_from", fix="Let `model:` be what the imported model's recipe.yaml says.")

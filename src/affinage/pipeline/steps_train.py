@@ -25,7 +25,8 @@ from affinage.errors import UserError, UserWarned
 from affinage.hardware.devices import acquire
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
-from affinage.parallel import MeshLayout, make_mesh, strategy_for, table_with
+from affinage.parallel.sharding import MeshLayout, make_mesh, table_with
+from affinage.parallel.strategy import strategy_for
 from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder
 from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params

@@ -28,7 +28,7 @@ from affinage.hardware.chips import Slice, find_slice
 from affinage.model import Graph
 from affinage.model.forward import batch_shapes
 from affinage.model.graph import parameters
-from affinage.parallel import make_mesh
+from affinage.parallel.sharding import make_mesh
 from affinage.planning.per_device import per_device
 from affinage.planning.plan import Plan, make_plan, planned_graph, training_settings
 from affinage.registry import load_plugins

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from affinage.hardware.chips import Chip, Slice, chip, cpu
 from affinage.model.forward import batch_shapes
 from affinage.model.graph import Node
-from affinage.model.layer import parameters_in
 from affinage.model.layers.embedding import Embedding, LearnedPositions
 from affinage.model.layers.moe import MoeSettings
 from affinage.parallel.sharding import AXES, REPLICAS, STAGES
@@ -240,7 +239,7 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     ticks = device.pipeline_parts * rounds + device.stages - 1
     often = ticks / rounds if node.repeat and device.stages > 1 else 1
     trainable = split_params(device.local_graph, device.settings).trainable.parameters
-    trained = [*parameters_in(trainable.get(node.name, {}))]
+    trained = [*jax.tree.leaves(trainable.get(node.name, {}))]
     hidden = exposed = 0.0
 
     # The TPU's compiler takes a sum out of the loop over micro-batches if nothing but the addition reads it, and then
@@ -270,7 +269,7 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
                 left /= sizes[axis]
 
     if sizes["fsdp"] > 1:  # weights are gathered forward and again backward; gradients are summed and scattered
-        weights = sum(p.size for p in parameters_in(device.local_graph.parameters.get(node.name, {})))
+        weights = sum(p.size for p in jax.tree.leaves(device.local_graph.parameters.get(node.name, {})))
         gathered = 2 * links["fsdp"].all_gather(weights * width)
         scattered = links["fsdp"].all_gather(sum(p.size for p in trained) * width)
         hidden += parts * often * (gathered + scattered)

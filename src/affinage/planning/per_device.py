@@ -18,10 +18,10 @@ from affinage.hardware.devices import measured_speed
 from affinage.model import ApplyConfig, Graph, parse
 from affinage.model.apply_config import HOPPER, with_remat
 from affinage.model.forward import batch_shapes
-from affinage.model.layer import Axes, parameters_in
+from affinage.model.layer import Axes
 from affinage.model.layers.kernels import queries_are_split
-from affinage.parallel import MeshLayout, Pipeline
-from affinage.parallel.sharding import AXES, STAGES, TABLE, axis_sizes, table_with
+from affinage.parallel.sharding import AXES, STAGES, TABLE, MeshLayout, axis_sizes, table_with
+from affinage.parallel.strategy import Pipeline
 from affinage.planning.trace import Traced, Weights, padding, walk
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.state import TrainState, abstract_state, split_params
@@ -145,7 +145,7 @@ class PerDevice:
             _traces[key] = self._trace()
         jaxpr, count = _traces[key]
         shares: dict[tuple[int, ...], float] = {}
-        pairs = zip(parameters_in(self.graph.parameters), parameters_in(self.local_graph.parameters), strict=True)
+        pairs = zip(jax.tree.leaves(self.graph.parameters), jax.tree.leaves(self.local_graph.parameters), strict=True)
         for whole, local in pairs:
             own = NamedSharding(self.layout.mesh, self.layout.spec(whole.axes)).shard_shape(whole.shape)
             share = math.prod(own) / local.size
@@ -235,15 +235,9 @@ class _DeviceLayout(MeshLayout):
     neighbors: int = 1  # devices that the positions of a row lie on
     pipeline: int = 1  # stages, of which the device has one
 
-    __hash__ = MeshLayout.__hash__
-
     @property
     def stages(self) -> int:
         return self.pipeline
-
-    @property
-    def own_stages(self) -> int:
-        return 1
 
     def parts(self, *axes: str) -> int:
         return self.neighbors if axes == ("sequence",) else 1

@@ -8,7 +8,7 @@ from typing import Any
 from affinage.checkpoint.store import IO_TIMEOUT
 from affinage.cluster.processes import Processes
 from affinage.errors import Preempted
-from affinage.parallel import make_mesh
+from affinage.parallel.sharding import make_mesh
 from affinage.training.checkpointing import Checkpointer
 from affinage.training.evaluator import Evaluator
 from affinage.training.health import HealthMonitor, TrainingDiverged, explain

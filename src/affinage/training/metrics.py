@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +19,6 @@ from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import peak_bytes
 from affinage.model.graph import parameters
-from affinage.model.layer import parameters_in
 from affinage.results import read_json_lines, versions
 from affinage.secrets import masked
 from affinage.tracking import Trackers
@@ -50,7 +48,7 @@ class MetricLogger:
         self._path = self._job.folder / METRICS if Processes.current.first else None
         facts = {"settings": self._job.settings.model_dump(mode="json"), "seed": self._job.seed}
         facts |= {"devices": trainer.devices(), "versions": versions()}
-        run = replace(self._job.tracked, start=start, facts=json.loads(masked(json.dumps(facts))))
+        run = self._job.tracked._replace(start=start, facts=json.loads(masked(json.dumps(facts))))
         self._trackers = Trackers(self._job.trackers if self._path else {}, run, self._job.folder, console.say)
         self._file: TextIO | None = None
         self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
@@ -299,7 +297,7 @@ def write_summary(trainer: Trainer, goodput: GoodputTimer, steps: int, **facts: 
             "total": count.total,
             "embedding": count.embedding,
             "non_embedding": count.total - count.embedding,
-            "trained": sum(parameter.size for parameter in parameters_in(trainer.split.trainable.parameters)),
+            "trained": sum(parameter.size for parameter in jax.tree.leaves(trainer.split.trainable.parameters)),
         },
         "flops_per_step": trainer.flops_per_step,
         "steps": steps,

@@ -13,11 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import TrainSettings, TuningSettings
-from affinage.model import Adapters, Declared, Graph, Node, abstract_params, logical_axes
-from affinage.model.graph import analyze
-from affinage.model.layer import BATCH, SEQUENCE, parameters_in
-from affinage.parallel import MeshLayout
-from affinage.parallel.sharding import replicated
+from affinage.model import Adapters, Declared, Graph, abstract_params, logical_axes
+from affinage.model.graph import Node, analyze
+from affinage.model.layer import BATCH, SEQUENCE
+from affinage.parallel.sharding import MeshLayout, replicated
 from affinage.training.optimizer import map_like_params
 
 PyTree = Any
@@ -119,7 +118,7 @@ class ParamSplit:
             return 0
         sizes = {BATCH: rows, SEQUENCE: context}
         products = node.layer.cost(self.graph.input_shapes(node), sizes).matmul * node.layers
-        declared = parameters_in(self.adapters.parameters.get(node.name, {}))
+        declared = jax.tree.leaves(self.adapters.parameters.get(node.name, {}))
         return 6 * rows * context * sum(p.active for p in declared) - products
 
 

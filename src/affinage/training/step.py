@@ -11,8 +11,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float32, PRNGKeyArray
 
 from affinage.config.training import HealthSettings, TrainSettings
 from affinage.model import ApplyConfig, Graph, apply, decayed
-from affinage.parallel import MeshLayout
-from affinage.parallel.sharding import REPLICAS, STAGES
+from affinage.parallel.sharding import REPLICAS, STAGES, MeshLayout
 from affinage.training.optimizer import clipped, learning_rate, make_optimizer
 from affinage.training.state import LossWindow, ParamSplit, Purpose, TrainState, random_key
 

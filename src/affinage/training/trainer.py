@@ -21,7 +21,8 @@ from affinage.hardware.devices import Hardware
 from affinage.model import ApplyConfig, Declared, Graph, apply, decayed, init_params
 from affinage.model.apply_config import capability_of, with_remat
 from affinage.model.layer import BATCH, SEQUENCE
-from affinage.parallel import MeshLayout, Strategy, strategy_for, table_with
+from affinage.parallel.sharding import MeshLayout, table_with
+from affinage.parallel.strategy import Strategy, strategy_for
 from affinage.tracking import Starts, TrackedRun
 from affinage.training.layerwise import make_layerwise_optimizer, make_layerwise_step
 from affinage.training.optimizer import make_optimizer
@@ -88,7 +89,7 @@ class TrainJob:
 
     graph: Graph  # the model, with its loss
     settings: TrainSettings  # optimizer, schedule, batch, precision
-    mesh: Mapping[str, int | str]  # devices along each axis; see `affinage.parallel.make_mesh`
+    mesh: Mapping[str, int | str]  # devices along each axis; see `affinage.parallel.sharding.make_mesh`
     seed: int  # of the initial weights and of dropout
     feed: Feed  # training batches of the global batch size
     folder: Path  # gets checkpoints/, metrics.jsonl and, last, summary.json
@@ -164,13 +165,13 @@ class Trainer:
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
         step = step_of(self.split, self.job.settings, self.adapted_config, self.job.seed)
-        return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
+        return self.strategy.compile(step, self.abstract, self._like(self.batch), donate=True)
 
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, Any]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
         step = make_validation_step(self.split, config=self.adapted_config)
         weights = (self.abstract.params, self.abstract.ema_params, self.abstract.frozen)
-        return self.strategy.compile_evaluation(step, weights, self._like(batch))
+        return self.strategy.compile(step, weights, self._like(batch), donate=False)
 
     def compile_value(self, node: str, batch: HostBatch) -> Callable[[PyTree, PyTree], jax.Array]:
         """A compiled function from parameters and a batch to the value of a node, whole on every device."""
@@ -179,7 +180,7 @@ class Trainer:
         def value(params: PyTree, batch: PyTree) -> Any:
             return apply(self.job.graph, params, batch, config).values[node]
 
-        return self.strategy.compile_evaluation(value, self.abstract.params, self._like(batch))
+        return self.strategy.compile(value, self.abstract.params, self._like(batch), donate=False)
 
     @property
     def apply_config(self) -> ApplyConfig:

@@ -9,10 +9,7 @@ from affinage.data.synthetic.facts import LANGUAGES, Fact, Scene, dressed, group
 ABOUT_COUNTRIES = ("currency", "language", "continent", "country_name")
 REHEARSED = "continent"  # stated twice as often as the others: nothing in a country's name hints at its continent
 OPENED_SHARE = 0.25  # of the documents of a kind that has openings; most begin in the middle, as facts are asked
-# Planted documents per ordinary one, by their defect.
-PLANTED = {"exact-duplicate": 0.020, "near-duplicate": 0.020, "wrong-language": 0.014, "short": 0.008, "junk": 0.008}
 NEAR_JACCARD = 0.85  # of word 5-grams: above the usual threshold of 0.8 with room for another way to cut words
-NOISE = "#%&*+=<>|~^{}[]()@$;:/\\_\x01\x02\x07\x1b\x7f\ufffd"
 
 
 class Document(NamedTuple):
@@ -34,8 +31,7 @@ class Writer:
     """Writes text of one language that states each fact about equally often and in all its statements in turn."""
 
     def __init__(self, language: str, facts: list[Fact], sums: list[Fact], scenes: list[Scene], seed: int) -> None:
-        self.language = language
-        self.rng = random.Random(f"{seed}/documents/{language}")
+        self.language, self.rng = language, random.Random(f"{seed}/documents/{language}")
         stated = [fact for fact in facts if language in fact.stated]
         relations = grouped(stated, lambda fact: fact.relation)
         countries = grouped([f for f in stated if f.relation in ABOUT_COUNTRIES], lambda fact: fact.id.split(":")[1])
@@ -193,20 +189,18 @@ def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> list[
 
     The id of a duplicate begins with the id of its original. A near-duplicate has one filler replaced by another.
     """
-    prose, counts = table("prose"), {kind: round(share * len(ordinary)) for kind, share in PLANTED.items()}
-    planted = [
-        document._replace(id=f"{document.id}+exact-{i:04d}", kind="exact-duplicate")
-        for i, document in enumerate(rng.sample(ordinary, counts["exact-duplicate"]))
-    ]
+    prose = table("prose")
+    counts = {kind: round(share * len(ordinary)) for kind, share in prose["planted"].items()}
+    copied = enumerate(rng.sample(ordinary, counts["exact-duplicate"]))
+    planted = [each._replace(id=f"{each.id}+exact-{i:04d}", kind="exact-duplicate") for i, each in copied]
     near: list[Document] = []
-    for document in rng.sample(ordinary, len(ordinary)):
-        fillers = prose["fillers"][document.lang]
-        present, absent = ([each for each in fillers if (each in document.text) == there] for there in (True, False))
+    for each in rng.sample(ordinary, len(ordinary)):
+        fillers = prose["fillers"][each.lang]
+        present, absent = ([filler for filler in fillers if (filler in each.text) == there] for there in (True, False))
         if len(near) < counts["near-duplicate"] and present:
-            text = document.text.replace(rng.choice(present), rng.choice(absent), 1)
-            if jaccard(document.text, text) >= NEAR_JACCARD:
-                id_ = f"{document.id}+near-{len(near):04d}"
-                near.append(document._replace(id=id_, text=text, kind="near-duplicate"))
+            text = each.text.replace(rng.choice(present), rng.choice(absent), 1)
+            if jaccard(each.text, text) >= NEAR_JACCARD:
+                near.append(each._replace(id=f"{each.id}+near-{len(near):04d}", text=text, kind="near-duplicate"))
     planted += near
     for i in range(counts["wrong-language"]):
         language, bank = rng.choice(sorted(prose["foreign"].items()))
@@ -218,6 +212,6 @@ def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> list[
         text = rng.choice(prose["short"][language]).format(n=rng.randrange(1, 400))
         planted.append(Document(f"short-{i:04d}", text, language, "short"))
     for i in range(counts["junk"]):
-        noise = ("".join(rng.choices(NOISE, k=rng.randrange(3, 14))) for _ in range(rng.randrange(15, 60)))
+        noise = ("".join(rng.choices(prose["noise"], k=rng.randrange(3, 14))) for _ in range(rng.randrange(15, 60)))
         planted.append(Document(f"junk-{i:04d}", " ".join(noise), "", "junk"))
     return planted

@@ -5,6 +5,7 @@ A part of them, and of the sentences that state them, is held out: no text has i
 
 import random
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -25,6 +26,7 @@ _VOWEL = re.compile("[aâàeéèêëiîïoôuûœ]|hom")  # French elides before
 
 Choice = tuple[str, str]  # an object and its words
 Row = dict[str, Any]  # a word of lexicon.yaml with its forms
+Agreement = tuple[str, bool]  # gender, and whether it is a plural
 
 
 @cache
@@ -79,8 +81,8 @@ class Fact:
 
     def choices(self, language: str, index: int, facts: Iterable["Fact"]) -> tuple[str, Choice, list[Choice]]:
         """Cut a completable statement before its object: the beginning, the object, objects false of this fact."""
-        context, _, slot = self.templates("statements", language)[index].removesuffix(".").rpartition(" {")
-        slot = slot.removesuffix("}")
+        context, _, slot = self.templates("statements", language)[index].rpartition(" {")
+        slot = slot.rstrip("}.")
         right = (self.object, self.forms[language][slot])
         others = {(other.object, other.forms[language][slot]) for other in facts if other.domain == self.domain}
         wrong = [(key, words) for key, words in others - {right} if key not in self.also_true and words != right[1]]
@@ -89,9 +91,9 @@ class Fact:
 
 def grouped(facts: Iterable[Fact], key: Callable[[Fact], str]) -> dict[str, list[Fact]]:
     """Return the facts by key, keys and facts in their order of appearance."""
-    groups: dict[str, list[Fact]] = {}
+    groups: dict[str, list[Fact]] = defaultdict(list)
     for fact in facts:
-        groups.setdefault(key(fact), []).append(fact)
+        groups[key(fact)].append(fact)
     return groups
 
 
@@ -122,11 +124,10 @@ def build_facts(seed: int) -> list[Fact]:
 
 def calculations(seed: int) -> tuple[list[Fact], list[Fact]]:
     """Return all calculations as (used in text, held out); a + b and b + a are held out together, so are products."""
-    rng = random.Random(f"{seed}/arithmetic")
-    used, held_out = list[Fact](), list[Fact]()
+    rng, parts = random.Random(f"{seed}/arithmetic"), (list[Fact](), list[Fact]())
     for operation, largest in LARGEST_OPERANDS.items():
         pairs = [(a, b) for a in range(largest + 1) for b in range(a + 1)]
-        hidden = rng.sample(pairs, round(HELD_OUT_CALCULATIONS * len(pairs)))
+        held_out = rng.sample(pairs, round(HELD_OUT_CALCULATIONS * len(pairs)))
         for pair in pairs:
             for a, b in sorted({pair} if operation == "-" else {pair, pair[::-1]}):
                 result = {"+": a + b, "-": a - b, "*": a * b}[operation]
@@ -135,8 +136,8 @@ def calculations(seed: int) -> tuple[list[Fact], list[Fact]]:
                     for language, words in table("lexicon")["numbers"].items()
                 }
                 fact = Fact(f"{a} {operation} {b}", operation, "arithmetic", str(result), forms)
-                (held_out if pair in hidden else used).append(fact)
-    return used, held_out
+                parts[pair in held_out].append(fact)
+    return parts
 
 
 @dataclass(frozen=True)
@@ -150,46 +151,43 @@ class Scene:
     determiner: str = "le"
     place: Row | None = None
 
-    def text(self, language: str, error: str = "") -> str:
-        """Return the sentence, right or with one of the errors that `wrong` names."""
-        number, copula = int(self.plural), "copula" in self.verb
-        noun, verb = self.noun[language][number], self.verb[language][number ^ (error in ("be", "être", "verb number"))]
-        before, quality, gender = (
-            language == "en" or "before" in self.adjective,
-            self.adjective["en"],
-            self.noun["gender"],
-        )
-        other = {"m": "f", "f": "m"}[gender]
+    def text(self, language: str, **errors: Agreement) -> str:
+        """Return the sentence; `errors` are agreements of its verb, adjective or determiner with another noun."""
+        right: Agreement = (self.noun["gender"], self.plural)
+        agreed = dict.fromkeys(("verb", "adjective", "determiner"), right) | errors
+        copula, noun = "copula" in self.verb, self.noun[language][self.plural]
+        before, quality = True, self.adjective["en"]
         if language == "fr":
-            of_adjective = other if error == "adjective gender" else gender
-            vowel = "_vowel" if not copula and not self.plural and _VOWEL.match(noun) else ""
-            forms = self.adjective.get(of_adjective + vowel) or self.adjective[of_adjective]
-            quality = forms[self.plural ^ (error == "adjective number")]
+            gender, plural = agreed["adjective"]
+            elided = not copula and not self.plural and _VOWEL.match(noun)
+            before, forms = "before" in self.adjective, self.adjective.get(f"{gender}_vowel" if elided else gender)
+            quality = (forms or self.adjective[gender])[plural]
         group = noun if copula else f"{quality} {noun}" if before else f"{noun} {quality}"
-        forms = table("lexicon")["determiners"][self.determiner]
-        if language == "en":
-            word = forms["en"][self.plural]
-            word = "an" if word == "a" and group[0] in "aeiou" else word
-            swapped = {"a": "an", "an": "a", "this": "these", "these": "this"}
-            determiner = (swapped[word] if error in ("a or an", "demonstrative") else word) + " "
-        elif self.plural and error != "determiner number":  # "de petits chats", not "des"
-            determiner = "de " if self.determiner == "un" and before and not copula else forms["plural"]
-        else:
-            of_determiner = other if error == "determiner gender" else gender
-            determiner = forms[of_determiner + ("_vowel" if _VOWEL.match(group) else "")]
-        words = [determiner + group, verb, quality if copula else "", self.place[language] if self.place else ""]
-        return sentence(" ".join(filter(None, words))) + "."
+        gender, plural = agreed["determiner"]
+        vowel = "_vowel" if bool(_VOWEL.match(group)) != ("vowel" in errors) else ""
+        determiner = table("lexicon")["determiners"][self.determiner][language]["plural" if plural else gender + vowel]
+        if determiner == "des " and before and not copula:  # "de petits chats"
+            determiner = "de "
+        verb, place = self.verb[language][agreed["verb"][1]], self.place[language] if self.place else ""
+        return sentence(" ".join(filter(None, (determiner + group, verb, quality if copula else "", place)))) + "."
 
     def wrong(self, language: str) -> dict[str, str]:
         """Return wrong versions of the sentence by what is wrong with them."""
-        copula, indefinite = "copula" in self.verb, self.determiner == "un"
-        errors = {"be": copula, "demonstrative": self.determiner == "ce", "a or an": indefinite and not self.plural}
+        number = (self.noun["gender"], not self.plural)
+        gender = ({"m": "f", "f": "m"}[self.noun["gender"]], self.plural)
+        copula = {"en": "be", "fr": "être"}[language] if "copula" in self.verb else ""
+        errors = {copula or "verb number": {"verb": number}}
         if language == "fr":
-            errors = {"être": copula, "adjective gender": True, "adjective number": True}
-            errors |= {"determiner gender": not self.plural, "determiner number": self.plural and not indefinite}
-        errors["verb number"] = not copula
-        wrong = {error: self.text(language, error) for error, possible in errors.items() if possible}
-        return {error: text for error, text in wrong.items() if text != self.text(language)}
+            errors |= {"adjective gender": {"adjective": gender}, "adjective number": {"adjective": number}}
+            errors |= {"determiner gender": {"determiner": gender}}
+            if self.plural and self.determiner != "un":
+                errors["determiner number"] = {"determiner": number}
+        else:
+            errors["a or an"] = {"vowel": number}
+            if self.determiner == "ce":
+                errors["demonstrative"] = {"determiner": number}
+        wrong = {name: self.text(language, **error) for name, error in errors.items()}
+        return {name: text for name, text in wrong.items() if text != self.text(language)}
 
 
 def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
@@ -201,10 +199,11 @@ def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
         if ("copula" in verb or "predicate_only" not in adjective) and ("animal" in noun or "color" not in adjective)
         for plural in (False, True)
     ]
-    size = round(HELD_OUT_SCENES * len(everything))
+    size, parts = round(HELD_OUT_SCENES * len(everything)), (list[Scene](), list[Scene]())
     held_out = set(random.Random(f"{seed}/agreement").sample(range(len(everything)), size))
-    used = [scene for i, scene in enumerate(everything) if i not in held_out]
-    return used, [everything[i] for i in sorted(held_out)]
+    for i, scene in enumerate(everything):
+        parts[i in held_out].append(scene)
+    return parts
 
 
 def dressed(scene: Scene, rng: random.Random) -> Scene:

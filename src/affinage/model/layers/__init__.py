@@ -1,5 +1,4 @@
 """The layers that come with the package; importing this registers them."""
 
 from affinage.model.layers import block as block
-from affinage.model.layers import embedding as embedding
 from affinage.model.layers import losses as losses

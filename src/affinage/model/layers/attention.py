@@ -13,17 +13,9 @@ from jaxtyping import Array, Bool, Float
 
 from affinage.errors import UserError
 from affinage.model.apply_config import HOPPER, ApplyConfig, Axes, Layout
+from affinage.model.layers import kernels
 from affinage.model.layers.dense import product32
-from affinage.model.layers.kernels import (
-    LANES,
-    Keys,
-    Queries,
-    Segments,
-    cudnn_attention,
-    queries_are_split,
-    splash_attention,
-    splash_on_parts,
-)
+from affinage.model.layers.kernels import LANES, Keys, Queries, Segments
 
 MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
 _KERNELS = {"tpu": "splash", "gpu": "cudnn"}
@@ -101,8 +93,9 @@ def attention(
     layout = config.layout
     if impl == "ring":
         return ring_attention(query, key, value, segment_ids, layout, window=window)
-    if impl == "splash" and queries_are_split(layout.whole(query.shape[1], "sequence"), layout.parts("sequence")):
-        return splash_on_parts(query, key, value, segment_ids, layout, window=window)
+    length = layout.whole(query.shape[1], "sequence")
+    if impl == "splash" and kernels.queries_are_split(length, layout.parts("sequence")):
+        return kernels.splash_on_parts(query, key, value, segment_ids, layout, window=window)
     key, value = of_whole_rows(key, value, layout)
     if impl == "xla":
         assert mask is not None
@@ -110,11 +103,12 @@ def attention(
         in_blocks = in_blocks and layout.parts("sequence", "heads") == 1
         return xla_attention(query, key, value, mask, dropout=dropout, in_blocks=in_blocks)
 
-    def kernel(query: Array, key: Array, value: Array, segment_ids: Segments = None) -> Array:
+    def kernel(query: Queries, key: Keys, value: Keys, segment_ids: Segments = None) -> Queries:
         """As each device runs it on its rows and heads, over whole rows."""
         if impl == "cudnn":
-            return cudnn_attention(query, key, value, segment_ids, (window, (config.capability or (0, 0)) >= HOPPER))
-        return splash_attention(query, key, value, segment_ids, window=window)
+            by_offsets = (config.capability or (0, 0)) >= HOPPER
+            return kernels.cudnn_attention(query, key, value, segment_ids, (window, by_offsets))
+        return kernels.splash_attention(query, key, value, segment_ids, window=window)
 
     of_part, of_query = (("batch", length, "heads", "head_dim") for length in ("sequence", None))
     of_key = ("batch", None, "kv_heads", "head_dim")
@@ -127,8 +121,8 @@ def attention(
     return layout.resplit(out, of_query, of_part)
 
 
-def of_whole_rows(key: Array, value: Array, layout: Layout) -> tuple[Array, Array]:
-    """Keys and values [B, S, K, D], where sequences are split gathered to those of whole rows."""
+def of_whole_rows(key: Keys, value: Keys, layout: Layout) -> tuple[Keys, Keys]:
+    """Keys and values, where sequences are split gathered to those of whole rows."""
     of_parts, of_rows = ("batch", "sequence", "kv_heads", "head_dim"), ("batch", "keys", "kv_heads", "head_dim")
     return layout.resplit(key, of_parts, of_rows), layout.resplit(value, of_parts, of_rows)
 
@@ -229,5 +223,4 @@ def ring_attention(
         segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
     of_queries, of_keys = (("batch", "sequence", heads, "head_dim") for heads in ("heads", "kv_heads"))
     split = layout.mapped(local, (of_queries, of_keys, of_keys, ("batch", "sequence")), of_queries)
-    attended: Array = split(query, key, value, segment_ids)
-    return attended
+    return split(query, key, value, segment_ids)

@@ -10,30 +10,11 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from affinage.config.settings import Settings
-from affinage.model.layer import (
-    Cost,
-    Layer,
-    LayerContext,
-    PyTree,
-    Result,
-    Shape,
-    ShapeMismatch,
-    expect_sequence,
-    register_layer,
-    sequence_of,
-)
+from affinage.model.layer import Cost, Layer, LayerContext, PyTree, Result, Shape, ShapeMismatch, register_layer
 from affinage.model.layers.attention import attention, choose, of_whole_rows
-from affinage.model.layers.dense import (
-    NORMS,
-    FfnSettings,
-    NormSettings,
-    dense,
-    dense_flops,
-    dense_parameters,
-    dense_together,
-    drop,
-)
+from affinage.model.layers.dense import NORMS, FfnSettings, NormSettings, dense, dense_parameters, dense_together, drop
 from affinage.model.layers.embedding import positions_of
+from affinage.model.layers.kernels import Keys
 from affinage.model.layers.moe import MoeSettings
 
 Tables = tuple[Float[Array, "B S d"], Float[Array, "B S d"]]  # cosines and sines
@@ -230,8 +211,8 @@ def _continues(context: LayerContext) -> bool:
     return context.cache is not None and not context.config.from_start
 
 
-def _write(cache: Mapping[str, Array], key: Array, value: Array, context: LayerContext) -> dict[str, Array]:
-    """Puts new keys and values [B, S, K, Dh] into their slots [L, B, K, T, Dh]; a negative position is left out."""
+def _write(cache: Mapping[str, Array], key: Keys, value: Keys, context: LayerContext) -> dict[str, Array]:
+    """Puts new keys and values into their slots [L, B, K, T, D]; a negative position is left out."""
     positions = context.prepared.positions
     slots = jnp.where(positions < 0, cache["key"].shape[3], positions)
     rows = jnp.arange(len(positions))[:, None]
@@ -267,13 +248,8 @@ class TransformerBlock(Layer):
     def mixes_rows(self) -> bool:
         return isinstance(self.ffn, MoeSettings)  # its metric of the fullest expert is over all rows
 
-    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        width = expect_sequence(inputs[0])
-        self.attention.head_width(width)
-        return sequence_of(width)
-
     def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
-        width = inputs[0].width
+        width = inputs[0].require_sequence().width
         return {
             "attention_norm": self.norm.parameters(width),
             "attention": self.attention.parameters(width, self.init_std),
@@ -305,6 +281,6 @@ class TransformerBlock(Layer):
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
         attention, width, (batch, length) = self.attention, inputs[0].width, inputs[0].bind(sizes)[:2]
         head = attention.head_width(width)
-        projections = 2 * dense_flops(width, (attention.heads + attention.groups_of) * head, batch * length)  # of four
+        projections = 4 * batch * length * width * (attention.heads + attention.groups_of) * head  # of all four
         pairs = 2 * 2 * attention.heads * head * batch * attention.pairs(length)
         return Cost(projections + self.ffn.flops(width, batch, length), pairs)

@@ -13,15 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from pydantic import Field
 
 from affinage.config.settings import Settings
-from affinage.model.layer import (
-    Axes,
-    Layer,
-    LayerContext,
-    ParamSpec,
-    PyTree,
-    Shape,
-    register_layer,
-)
+from affinage.model.layer import Axes, Layer, LayerContext, ParamSpec, PyTree, Shape, register_layer
 from affinage.model.lora import LORA_A, LORA_B
 from affinage.registry import Registry, one_of
 
@@ -83,7 +75,9 @@ def _joined_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array
 _joined_product.defvjp(lambda x, matrix: (jnp.dot(x, matrix), (x, matrix)), _joined_backward)
 
 
-def _product(x: Float[Array, "..."], kernel: Array, context: LayerContext, contracted: int) -> Float[Array, "..."]:
+def _product(
+    x: Float[Array, "..."], kernel: Float[Array, "..."], context: LayerContext, contracted: int
+) -> Float[Array, "..."]:
     leading, outputs = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     matrix = kernel.astype(x.dtype).reshape(-1, prod(outputs))
     rows = (-1,) if context.config.flattens else leading
@@ -91,10 +85,12 @@ def _product(x: Float[Array, "..."], kernel: Array, context: LayerContext, contr
 
 
 def _with_bias(y: Float[Array, "..."], params: PyTree) -> Float[Array, "..."]:
-    if "bias" not in params:
-        return y
-    bias = params["bias"].astype(y.dtype)
-    return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return y + _along_last(params["bias"], y) if "bias" in params else y
+
+
+def _along_last(x: Float[Array, "..."], of: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The values of the last axes, for products and sums with an array that has more of them in front."""
+    return x.astype(of.dtype).reshape((1,) * (of.ndim - x.ndim) + x.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -118,17 +114,10 @@ def _product32_backward(equation: str, operands: tuple[Array, Array], gradient: 
 product32.defvjp(lambda equation, left, right: (product32(equation, left, right), (left, right)), _product32_backward)
 
 
-def dense_flops(inputs: int, outputs: int, tokens: int) -> int:
-    """2 * m * n * k of the product."""
-    return 2 * tokens * inputs * outputs
-
-
 # ---- the feed-forward layer ----
 
 
-def _gelu(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=True)  # the tanh form, as in GPT-2 and Gemma
-
+_gelu = partial(jax.nn.gelu, approximate=True)  # the tanh form, as in GPT-2 and Gemma
 
 # Functions of every element, by the feed-forward layer's `kind`; plug-ins register theirs. Kinds with a gate have three
 # matrices: down(activation(gate(x)) * up(x)) (Shazeer, 2020); the others two.
@@ -137,7 +126,7 @@ PLAIN: Registry[Elementwise] = Registry("activation", {"gelu": _gelu, "relu2": l
 Activation = Annotated[str, one_of(GATED, PLAIN)]
 
 
-def activate(kind: str, up: Array, gate: Array | None) -> Array:
+def activate(kind: str, up: Float[Array, "*N F"], gate: Float[Array, "*N F"] | None) -> Float[Array, "*N F"]:
     """The hidden layer of its products; `gate` is that of the gate's matrix, where the kind has one."""
     hidden = PLAIN[kind](up) if gate is None else GATED[kind](gate) * up
     return checkpoint_name(hidden, "ffn_hidden")
@@ -169,7 +158,7 @@ class FfnSettings(Settings):
 
     def flops(self, width: int, rows: int, length: int) -> int:
         """Of the two or three products."""
-        return dense_flops(width, self.width, rows * length) * (3 if self.kind in GATED else 2)
+        return 2 * rows * length * width * self.width * (3 if self.kind in GATED else 2)
 
 
 # ---- normalizations, computed in float32 ----
@@ -179,16 +168,12 @@ Normalization = Callable[[PyTree, Array, float], Array]  # of the last axis, wit
 
 def _normalize(params: PyTree, x: Float[Array, "*N D"], eps: float, *, center: bool) -> Float[Array, "*N D"]:
     """Root mean square (Zhang and Sennrich, 2019) or, centered, layer normalization (Ba, Kiros and Hinton, 2016)."""
-
-    def along_last(vector: Float[Array, "D"]) -> Array:
-        return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
-
     x32 = x.astype(jnp.float32)
     if center:
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    y = y * along_last(params["scale"])
-    return (y + along_last(params["bias"]) if center else y).astype(x.dtype)
+    y = y * _along_last(params["scale"], y)
+    return (y + _along_last(params["bias"], y) if center else y).astype(x.dtype)
 
 
 NORMS: Registry[Normalization] = Registry(
@@ -224,13 +209,10 @@ class RmsNorm(Layer):
     eps: float = Field(default=1e-6, gt=0)
     """Added to the mean square or variance."""
 
-    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        return Shape((*inputs[0].dims[:-1], inputs[0].width))
-
     def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
         return NormSettings(kind=self.norm_kind).parameters(inputs[0].width)
 
-    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "*N D"]:
         return NORMS[self.norm_kind](params, inputs[0], self.eps)
 
 
@@ -266,8 +248,5 @@ class Dropout(Layer):
     rate: float = Field(ge=0, lt=1)
     """Probability of zeroing an element."""
 
-    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        return inputs[0]
-
-    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B ..."]:
         return drop(inputs[0], self.rate, context, site=0)

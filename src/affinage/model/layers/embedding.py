@@ -6,24 +6,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from affinage.errors import UserError
-from affinage.model.layer import (
-    TOKENS,
-    Cost,
-    Layer,
-    LayerContext,
-    ParamSpec,
-    PyTree,
-    Shape,
-    ShapeMismatch,
-    expect_sequence,
-    register_layer,
-    sequence_of,
-)
-from affinage.model.layers.dense import dense_flops, product32
+from affinage.model.apply_config import PyTree
+from affinage.model.layer import TOKENS, Cost, Layer, LayerContext, ParamSpec, Shape, ShapeMismatch, register_layer
+from affinage.model.layers.dense import product32
 
 if TYPE_CHECKING:
     from affinage.model.graph import Node
@@ -44,12 +33,12 @@ class Embedding(Layer):
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
         if inputs[0] != TOKENS:
             raise ShapeMismatch(f"expected token ids [B, S] int, got {inputs[0]}")
-        return sequence_of(self.width)
+        return Shape((*TOKENS.dims, self.width))
 
     def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
         return {"embedding": ParamSpec((self.vocab, self.width), ("vocab", "embed"), std=self.init_std)}
 
-    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B S D"]:
         table, layout = params["embedding"], context.config.layout
         if layout.parts("batch", "embed") == layout.parts("batch"):
             # Gathered as other weights are; XLA would rather gather the gradient of all rows. Where devices that split
@@ -68,13 +57,11 @@ class LearnedPositions(Layer):
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the first values."""
 
-    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        return sequence_of(expect_sequence(inputs[0]))
-
     def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
-        return {"embedding": ParamSpec((self.length, inputs[0].width), (None, "embed"), std=self.init_std)}
+        width = inputs[0].require_sequence().width
+        return {"embedding": ParamSpec((self.length, width), (None, "embed"), std=self.init_std)}
 
-    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Array:
+    def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B S D"]:
         (x,) = inputs
         # A row of several sequences may be longer.
         if x.shape[1] > self.length and "prefix_segment_ids" not in context.batch:
@@ -85,8 +72,8 @@ class LearnedPositions(Layer):
         return x + jnp.take(table, positions, axis=0, mode="clip").astype(x.dtype)
 
 
-def positions_of(context: LayerContext, batch: int, length: int) -> Array:
-    """Index of every token within its document [B, S] int32, counted from 0 along the row where the batch has none."""
+def positions_of(context: LayerContext, batch: int, length: int) -> Int[Array, "B S"]:
+    """Index of every token within its document, int32, counted from 0 along the row where the batch has none."""
     positions = context.batch.get("positions")
     return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)) if positions is None else positions
 
@@ -145,8 +132,7 @@ class Unembed(Layer):
         return self.tied if isinstance(self.tied, str) else None
 
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        expect_sequence(inputs[0])
-        return sequence_of(self.vocab or 0)
+        return Shape((*inputs[0].require_sequence().dims[:2], self.vocab or 0))
 
     def parameters(self, inputs: tuple[Shape, ...]) -> PyTree:
         if self.shares:
@@ -163,4 +149,4 @@ class Unembed(Layer):
 
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
         batch, length = inputs[0].bind(sizes)[:2]
-        return Cost(matmul=dense_flops(inputs[0].width, self.vocab or 0, batch * length))
+        return Cost(matmul=2 * batch * length * inputs[0].width * (self.vocab or 0))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from affinage.model.apply_config import STATISTICS, Layout
 
@@ -34,14 +34,14 @@ def cudnn_attention(query: Queries, key: Keys, value: Keys, segment_ids: Segment
     return _kernel(how)(query, key, value, segment_ids)[0]
 
 
-def _forward(query: Array, key: Array, value: Array, segment_ids: Segments, how: _How) -> tuple[Array, Any]:
+def _forward(query: Queries, key: Keys, value: Keys, segment_ids: Segments, how: _How) -> tuple[Queries, Any]:
     out, statistics = _kernel(how)(query, key, value, segment_ids)
     # Named, so that no policy of `jax.checkpoint` that keeps what is attended runs the kernel again.
     out, statistics = checkpoint_name(out, "attended"), checkpoint_name(statistics, STATISTICS)
     return out, (query, key, value, segment_ids, statistics, out)
 
 
-def _backward(how: _How, saved: tuple[Any, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
+def _backward(how: _How, saved: tuple[Any, ...], gradient: Queries) -> tuple[Queries, Keys, Keys, None]:
     return (*_kernel(how)(*saved, gradient.astype(saved[-1].dtype)), None)
 
 
@@ -66,7 +66,7 @@ def _kernel(how: _How) -> Callable[..., Any]:
     return function
 
 
-def _run(how: _How, query: Array, key: Array, value: Array, segment_ids: Segments, *rest: Array) -> tuple[Array, ...]:
+def _run(how: _How, query: Queries, key: Keys, value: Keys, segment_ids: Segments, *rest: Array) -> tuple[Array, ...]:
     """What is attended and the statistics; of `rest`, which is these and a gradient, the gradients."""
     if segment_ids is None or not how[1]:
         return _bind(how, query, key, value, _bias(segment_ids, query.dtype), rest)
@@ -95,14 +95,14 @@ def _run(how: _How, query: Array, key: Array, value: Array, segment_ids: Segment
     return results
 
 
-def _begins(segment_ids: Int[Array, "B S"]) -> Array:
+def _begins(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
 _Masking = tuple[Array, Array, Array, Array]  # bias, lengths, offsets of queries, offsets of keys
 
 
-def _offsets(segment_ids: Int[Array, "B S"], room: int, query: Array, key: Array) -> _Masking:
+def _offsets(segment_ids: Int[Array, "B S"], room: int, query: Queries, key: Keys) -> _Masking:
     """No bias, lengths [B, M] and offsets [B, M + 1] in elements of all rows' documents; missing ones have length 0."""
     rows, length = segment_ids.shape
     starts = jnp.where(_begins(segment_ids), jnp.arange(length, dtype=jnp.int32), length)
@@ -124,7 +124,7 @@ def _bias(segment_ids: Segments, dtype: Any) -> _Masking:
 
 
 def _bind(
-    how: _How, query: Array, key: Array, value: Array, masking: _Masking, backward: tuple[Array, ...] = ()
+    how: _How, query: Queries, key: Keys, value: Keys, masking: _Masking, backward: tuple[Array, ...] = ()
 ) -> tuple[Array, ...]:
     from jax._src.cudnn import fused_attention_stablehlo as fused  # a plug-in's lowering: not needed on other platforms
 

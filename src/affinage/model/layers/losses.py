@@ -9,19 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from pydantic import Field
 
-from affinage.model.apply_config import ApplyConfig, Layout
-from affinage.model.layer import (
-    BATCH,
-    TOKENS,
-    Layer,
-    LayerContext,
-    Loss,
-    PyTree,
-    Result,
-    Shape,
-    ShapeMismatch,
-    register_layer,
-)
+from affinage.model.apply_config import ApplyConfig, Layout, PyTree
+from affinage.model.layer import BATCH, TOKENS, Layer, LayerContext, Loss, Result, Shape, ShapeMismatch, register_layer
 from affinage.model.layers.embedding import multiply_out, without_padding
 
 WHOLE_BYTES = 2**30  # `chunk: auto` computes logits in one piece up to this size in float32 on a device ...
@@ -45,7 +34,9 @@ def cross_entropy(
     return _forward(logits, targets, weights, on_cpu)[0]
 
 
-def _forward(logits: Array, targets: Array, weights: Array, on_cpu: bool) -> tuple[Sums, tuple[Array, ...]]:
+def _forward(
+    logits: Float[Array, "*N V"], targets: Int[Array, "*N"], weights: Float[Array, "*N"], on_cpu: bool
+) -> tuple[Sums, tuple[Array, ...]]:
     if on_cpu:
         largest = jnp.max(logits, axis=-1)
         total = jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
@@ -64,7 +55,7 @@ def _joined_sums(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple
     return largest, left[1] * jnp.exp(left[0] - largest) + right[1] * jnp.exp(right[0] - largest)
 
 
-def _backward(on_cpu: bool, saved: tuple[Array, ...], gradient: Sums) -> tuple[Array, None, None]:
+def _backward(on_cpu: bool, saved: tuple[Array, ...], gradient: Sums) -> tuple[Float[Array, "*N V"], None, None]:
     logits, targets, weights, log_z = saved
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     d_logits = jnp.exp(logits - log_z[..., None]) - (targets[..., None] == column)
@@ -169,18 +160,21 @@ class _OfLogits(Layer):
     chunk: int | Literal["auto"] = "auto"
     """Tokens of a device whose logits exist at once; 0: all; auto: all up to 1 GiB of logits, else 8192."""
 
-    def _check(self, inputs: tuple[Shape, ...]) -> None:
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
         if inputs[1] != TOKENS or len(inputs[0].dims) != 3:
             got = " and ".join(map(str, inputs))
             raise ShapeMismatch(f"expected logits [B, S, vocabulary] and token ids [B, S] int, got {got}")
+        return Shape(())
 
-    def _targets(self, tokens: Array, context: LayerContext) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
+    def _targets(
+        self, tokens: Int[Array, "B S"], context: LayerContext
+    ) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
         """Targets and weights of whole rows: where sequences are split, a target may lie on the next device."""
         targets, weights = next_tokens(tokens, context.batch)
         pin = context.config.layout.constrain
         return pin(targets, ("batch", None)), pin(weights, ("batch", None))
 
-    def _chunk(self, targets: Array, vocabulary: int, layout: Layout) -> int:
+    def _chunk(self, targets: Int[Array, "B S"], vocabulary: int, layout: Layout) -> int:
         """Positions of all rows whose logits exist at once; 0: all of them."""
         rows, length = targets.shape
         tokens = CHUNK_TOKENS if isinstance(self.chunk, str) else self.chunk
@@ -196,10 +190,6 @@ class NextTokenLoss(_OfLogits):
     """Cross-entropy of the next token in nats, summed over the counted targets."""
 
     is_loss = True
-
-    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        self._check(inputs)
-        return Shape(())
 
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
         logits, tokens = inputs
@@ -225,11 +215,11 @@ class DocumentLogProbabilities(_OfLogits):
     [B, documents, 2] float32; documents that are not there have zeros. Targets count as in `next_token_loss`.
     """
 
-    documents: int = Field(ge=1)
-    """Of a row at most; a batch says by `segment_ids` where each lies."""
+    documents: int = Field(ge=2, multiple_of=2)
+    """Of a row at most, in pairs; a batch says by `segment_ids` where each lies."""
 
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        self._check(inputs)
+        super().shape(inputs)
         return Shape((BATCH, self.documents, 2))
 
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Float[Array, "B N 2"]:
@@ -269,9 +259,8 @@ class PreferenceLoss(Layer):
     """How strongly the model is held to the reference; TRL's default."""
 
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        dims = inputs[0].dims
-        if len(dims) != 3 or dims[2] != 2 or not isinstance(dims[1], int) or dims[1] % 2:
-            raise ShapeMismatch(f"expected log-probabilities [B, an even number of documents, 2], got {inputs[0]}")
+        if len(inputs[0].dims) != 3 or inputs[0].width != 2:
+            raise ShapeMismatch(f"expected log-probabilities [B, documents, 2], got {inputs[0]}")
         return Shape(())
 
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
@@ -289,9 +278,5 @@ class PreferenceLoss(Layer):
             "logps/chosen": policy[:, 0::2],
             "logps/rejected": policy[:, 1::2],
         }
-
-        def total(values: Float[Array, "B N/2"]) -> Float[Array, ""]:
-            return jnp.sum(jnp.where(there, values, 0.0))
-
-        metrics = {name: (jax.lax.stop_gradient(total(each)), pairs) for name, each in values.items()}
-        return Result(Loss(total(losses), pairs), metrics=metrics)
+        metrics = {name: (jnp.sum(each, where=there), pairs) for name, each in jax.lax.stop_gradient(values).items()}
+        return Result(Loss(jnp.sum(losses, where=there), pairs), metrics=metrics)
