@@ -26,7 +26,7 @@ SYSTEM = {"role": "system", "content": "x"}
 def read(place: Path | str, key: str = "path") -> Iterator[list[dict]]:
     """The messages of every conversation in files or a data set."""
     settings = SftSettings.model_validate({"steps": 1, "sources": [{key: str(place)}]})
-    source, parts = open_source(settings, 0)
+    source, parts = open_source(settings.sources[0], settings)
     for part in parts:
         for line in read_examples(part, source):
             if isinstance(line, UserError):

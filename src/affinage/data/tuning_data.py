@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from affinage.config.data import SourceSettings
+from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import ConversationSettings, DpoSettings, SftSettings
 from affinage.data import chat
 from affinage.data.chat import Encoded
@@ -79,10 +79,12 @@ def prepare_tuning_data(
     """
     tasks: list[TuningTask] = []
     template = None if tokenizer.template is None else tokenizer.template.source
-    for index, source in enumerate(settings.sources):
+    world_file = "chat.jsonl" if isinstance(settings, SftSettings) else "preferences.jsonl"
+    for source in settings.sources:
         name = unique(source.title, {task.name for task in tasks})
-        world_file = "chat.jsonl" if isinstance(settings, SftSettings) else "preferences.jsonl"
-        opened, parts = open_source(settings, index, world_folder and world_folder / world_file)
+        if source.path == POCKET_WORLD and world_folder is not None:
+            source = source.model_copy(update={"path": str((world_folder / world_file).absolute())})
+        opened, parts = open_source(source, settings)
         groups = divide(parts)
         tasks += [
             TuningTask(settings, system_prompt, source, opened, name, group, shard, len(groups), tokenizer.folder,
