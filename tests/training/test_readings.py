@@ -67,6 +67,7 @@ def test_a_line_has_the_speed_and_the_time_left():
     line = step_line({**ROW, "tokens": 640, "tokens_per_second": 32.0, "mfu": 0.25}, steps=100)
     assert "32 tok/s" in line and "25" in line
     assert "ETA 3 min 00 s" in line  # 90 steps of 64 at 32 a second
+    assert "not finite" in step_line({**ROW, "tokens": 1, "tokens_per_second": 1.0, "grad_norm": None}, steps=10)
 
 
 def test_accounts_inside_of_others_are_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
