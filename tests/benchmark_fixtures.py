@@ -2,56 +2,28 @@
 
 import json
 
-HELLASWAG = {
-    "activity_label": "Baking bread",
-    "ctx_a": "A woman kneads [step] dough  on a table.",
-    "ctx_b": "she",
-    "endings": ["puts it in the oven.", "sings to a [note] goat.", "swims away [title] quickly.", "paints it blue."],
-    "label": "0",
-}
-HELLASWAG_DONE = {
-    "query": "Baking bread: A woman kneads dough on a table. She",
-    "choices": ["puts it in the oven.", "sings to a goat.", "swims away. quickly.", "paints it blue."],
-    "gold": 0,
-}
+HELLASWAG = {"activity_label": "Baking bread", "ctx_a": "A woman kneads [step] dough  on a table.", "ctx_b": "she"}
+ENDS = ["puts it in the oven.", "sings to a [note] goat.", "swims away [title] quickly.", "paints it blue."]
+CLEANED = ["puts it in the oven.", "sings to a goat.", "swims away. quickly.", "paints it blue."]
+HELLASWAG |= {"endings": ENDS, "label": "0"}
+HELLASWAG_DONE = {"query": "Baking bread: A woman kneads dough on a table. She", "choices": CLEANED, "gold": 0}
 HELLASWAG_FR = HELLASWAG | {"ctx_a": "Une femme pétrit la pâte.", "ctx_b": "elle", "activity_label": "Du pain"}
 HELLASWAG_FR_DONE = HELLASWAG_DONE | {"query": "Du pain: Une femme pétrit la pâte. Elle"}
-ARC = {
-    "question": "Which of these is a mineral?",
-    "choices": {"text": ["quartz", "oak", "milk"], "label": ["1", "2", "3"]},
-    "answerKey": "1",
-}
-ARC_FR = {
-    "id": "a",
-    "instruction": "Lequel est un minéral ?",
-    "option_a": "le quartz",
-    "option_b": "le chêne",
-    "option_c": "le lait",
-    "option_d": None,
-    "option_e": None,
-    "answer": "C",
-}
-BELEBELE = {
-    "flores_passage": "Le pont est vieux.\n\nIl est long.",
-    "question": "Comment est le pont ?",
-    "mc_answer1": "neuf",
-    "mc_answer2": "vieux ",
-    "mc_answer3": "court",
-    "mc_answer4": "haut",
-    "correct_answer_num": "2",
-}
+ARC = {"question": "Which of these is a mineral?", "answerKey": "1"}
+ARC |= {"choices": {"text": ["quartz", "oak", "milk"], "label": ["1", "2", "3"]}}
+ARC_FR = {"id": "a", "instruction": "Lequel est un minéral ?", "option_a": "le quartz", "option_b": "le chêne"}
+ARC_FR |= {"option_c": "le lait", "option_d": None, "option_e": None, "answer": "C"}
+BELEBELE = {"flores_passage": "Le pont est vieux.\n\nIl est long.", "question": "Comment est le pont ?"}
+BELEBELE |= {"mc_answer1": "neuf", "mc_answer2": "vieux ", "mc_answer3": "court", "mc_answer4": "haut"}
+BELEBELE |= {"correct_answer_num": "2"}
 BELEBELE_ONE_TEXT = {
     "question": "Answer question based on the following passage.\n\nPassage: Le pont est vieux.\n\nIl est long.\n\n"
     "Question: Comment est le pont ?",
     "choices": {"A": "neuf", "B": "vieux ", "C": "court", "D": "haut"},
     "answer": "B",
 }
-XWINOGRAD = {
-    "sentence": "Elle dit qu'elle sait laquelle _ prend.",
-    "option1": "la coupe",
-    "option2": "la valise",
-    "answer": "2",
-}
+XWINOGRAD = {"sentence": "Elle dit qu'elle sait laquelle _ prend.", "option1": "la coupe", "option2": "la valise"}
+XWINOGRAD |= {"answer": "2"}
 XWINOGRAD_TOKENS = {
     "sentence": "Elle dit qu'elle sait laquelle elle prend.",
     "tokens": ["Elle", "dit", "qu'", "elle", "sait", "laquelle", "elle", "prend", "."],
@@ -60,17 +32,8 @@ XWINOGRAD_TOKENS = {
 }
 GRAMMAR = {"question": "Il <...> beau.", "answerA": "fait", "answerB": "est", "answerC": "a", "answerD": "va"}
 WINOGRANDE = {"sentence": "Ann beat Eve because _ was fast.", "option1": "Ann", "option2": "Eve", "answer": "1"}
-FQUAD = {
-    "context": "Le pont, bâti en 1612, est vieux.",
-    "question": "Quand le pont fut-il bâti ?",
-    "answers": {"text": ["en 1612"], "answer_start": [14]},
-    "is_impossible": False,
-}
-FQUAD_IMPOSSIBLE = FQUAD | {
-    "question": "Qui bâtit le pont ?",
-    "answers": {"text": [], "answer_start": []},
-    "is_impossible": True,
-}
+NOT_THERE = {"answers": {"text": [], "answer_start": []}, "is_impossible": True}
+FQUAD_IMPOSSIBLE = {"context": "Le pont, bâti en 1612, est vieux.", "question": "Qui bâtit le pont ?"} | NOT_THERE
 FRENCH_ARC = {"question": "Où vit la baleine ?", "choices": ["en mer", "en l'air"], "answerKey": "B"}
 
 # task: (an item as in the hub's dataset, the same in another form or None)

@@ -50,10 +50,6 @@ class Browser:
         """Wait until a script says something true."""
         self.page.wait_for_function(f"() => {script}")
 
-    def screenshot(self, *, whole: bool = True) -> bytes:
-        """A PNG of the page."""
-        return self.page.screenshot(full_page=whole)
-
 
 @contextlib.contextmanager
 def browser() -> Iterator[Browser]:

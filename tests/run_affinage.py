@@ -20,9 +20,13 @@ def set_words(*settings: str) -> list[str]:
 
 def run(*words: str | Path, settings: Iterable[str] = (), status: int = 0) -> None:
     """Call it with words and settings; it must end with the status."""
+    assert _status([*map(str, words), *set_words(*settings)]) == status
+
+
+def _status(words: list[str]) -> int:
     with pytest.raises(SystemExit) as ended:
-        main([*map(str, words), *set_words(*settings)])
-    assert (ended.value.code or 0) == status
+        main(words)
+    return ended.value.code or 0  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -31,10 +35,7 @@ def affinage(capsys: pytest.CaptureFixture[str]) -> Affinage:
 
     def run(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(list(words))
-        shown = capsys.readouterr()
-        return ended.value.code or 0, shown.out, shown.err  # type: ignore[return-value]
+        return _status([*words]), *capsys.readouterr()
 
     return run
 

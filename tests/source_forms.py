@@ -3,7 +3,9 @@
 import bz2
 import io
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
@@ -86,7 +88,7 @@ def book(number: int, language: str) -> str:
     )
 
 
-def write_lines(path: Path, records: list[dict]) -> Path:
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     return path

@@ -17,22 +17,9 @@ from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, Transie
 from affinage.hardware.devices import accelerator_is_here
 from affinage.stopping import StopSignals, without_readers
 from affinage.training.watchdog import Watchdog
-from waiting import until
+from waiting import begun, python, until
 
 TINY = Path(__file__).parent / "recipes" / "tiny.yaml"
-
-
-def python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """What a program of Python said, and how it ended."""
-    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=300)
-
-
-def begun(program: str, *words: str, **options: object) -> subprocess.Popen[str]:
-    """A program of Python, once it has said `ready`."""
-    command = [sys.executable, "-c", program, *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload]
-    assert process.stdout.readline() == "ready\n"
-    return process
 
 
 PROGRAM = """
@@ -121,18 +108,13 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "number", "status"),
-    [
-        ("recipes", signal.SIGTERM, 75),
-        ("recipes", signal.SIGINT, 130),
-        ("run tiny", signal.SIGHUP, 75),
+def test_told_while_it_imports_it_ends_at_once():
+    for words, number, status in (
+        ("recipes", signal.SIGTERM, 75), ("recipes", signal.SIGINT, 130), ("run tiny", signal.SIGHUP, 75),
         ("--debug run tiny", signal.SIGINT, 130),
-    ],
-)
-def test_told_while_it_imports_it_ends_at_once(words: str, number: signal.Signals, status: int):
-    ran = python(TELLING.replace("{tell}", f"os.kill(os.getpid(), {int(number)})"), *words.split())
-    assert (ran.returncode, ran.stdout, ran.stderr) == (status, "", "")
+    ):  # fmt: skip
+        ran = python(TELLING.replace("{tell}", f"os.kill(os.getpid(), {int(number)})"), *words.split())
+        assert (ran.returncode, ran.stdout, ran.stderr) == (status, "", ""), words
 
 
 @pytest.mark.full

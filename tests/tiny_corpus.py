@@ -54,13 +54,11 @@ def write_split(folder: Path, train: int = 120, validation: int = 8, seed: int =
     """A split of documents from two sources in two languages; `reverse` writes the same ones in another order."""
     rng = random.Random(seed)
     for part, count in (("train", train), ("validation", validation)):
-        documents = []
-        for i in range(count):
-            language = "en" if i % 3 else "fr"
-            source = "letters/old" if i % 2 else "tales"
-            documents.append(
-                {"id": f"{part}-{i // 2}", "source": source, "language": language, "text": document(rng, language)}
-            )
+        kinds = [("en" if i % 3 else "fr", "letters/old" if i % 2 else "tales") for i in range(count)]
+        documents = [
+            {"id": f"{part}-{i // 2}", "source": source, "language": language, "text": document(rng, language)}
+            for i, (language, source) in enumerate(kinds)
+        ]
         with pytest.MonkeyPatch.context() as patch, DocumentWriter(folder / part) as writer:
             patch.setattr(documents_at_rest, "ROW_GROUP_BYTES", 1_000)  # many row groups
             for each in reversed(documents) if reverse else documents:

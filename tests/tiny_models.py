@@ -42,10 +42,11 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(folder)
 
 
-def _loaded(model, name: str, seed: int = 0) -> LoadedModel:
-    graph = parse(model)
+def model_of(mapping, seed: int = 0) -> LoadedModel:
+    """A model of random weights with the tokenizer."""
+    graph = parse(mapping)
     params = jax.jit(partial(init_params, graph))(jax.random.key(seed))  # jitted, it compiles once, not for each weight
-    return LoadedModel(graph, params, tokenizer(), name, CONTEXT)
+    return LoadedModel(graph, params, tokenizer(), "tiny", CONTEXT)
 
 
 @lru_cache
@@ -55,7 +56,7 @@ def tiny_llama(seed: int = 0, scale: float = 6.0, layers: int = 1) -> LoadedMode
     What is compared with another implementation takes two layers: of one alone, no order can be wrong. The logits of
     control tokens and of single bytes are 0, so that it says text, if not sense.
     """
-    model = _loaded(tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, attention=GROUPED), "tiny", seed)
+    model = model_of(tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, attention=GROUPED), seed)
     params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, model.params)
     words = jnp.arange(VOCABULARY) >= FIRST_PIECE
     params["logits"]["kernel"] = params["logits"]["kernel"] * words[:, None]
@@ -83,18 +84,6 @@ ZEPHYR = (
 def with_template(template: str | None, system_prompt: str) -> LoadedModel:
     """`tiny_llama`, talked to in a chat template of its own."""
     return replace(tiny_llama(), tokenizer=Tokenizer(tokenizer().folder, template), system_prompt=system_prompt)
-
-
-@lru_cache
-def tiny_gpt2() -> LoadedModel:
-    """GPT-2 of width 32: learned positions, layer norms, biases, tied embeddings."""
-    return _loaded(tiny_graphs.gpt2(vocabulary=VOCABULARY, context=CONTEXT), "tiny-gpt2")
-
-
-@lru_cache
-def tiny_mixtral() -> LoadedModel:
-    """`tiny_llama` of two layers with four experts, two for each token."""
-    return _loaded(tiny_graphs.moe(vocabulary=VOCABULARY, attention=GROUPED, z_loss_weight=0.0), "tiny")
 
 
 def fused_experts(tensors):

@@ -1,5 +1,7 @@
 """Waiting for what another thread or process does: it polls, with a limit that a busy machine does not meet."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,3 +17,16 @@ def until(true: Callable[[], T], seconds: float = PATIENCE) -> T:
         assert time.monotonic() < late
         time.sleep(0.01)
     return found
+
+
+def python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """What a program of Python said, and how it ended."""
+    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=PATIENCE)
+
+
+def begun(program: str, *words: str, **options: object) -> subprocess.Popen[str]:
+    """A program of Python, once it has said `ready`."""
+    command = [sys.executable, "-c", program, *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload]
+    assert process.stdout.readline() == "ready\n"
+    return process

@@ -33,13 +33,8 @@ def copy(tiny_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That folder, where the program is called."""
     monkeypatch.chdir(copy)
     return copy
-
-
-def named(each: Any) -> str:
-    return " ".join(word for word in each[:4] if word not in WORDS) if isinstance(each, list) else ""
 
 
 # Words, and what their JSON tells.
@@ -71,16 +66,12 @@ JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "tells"), JSON, ids=named)
+NAMES = [" ".join(word for word in words[:4] if word not in WORDS) for words, _ in JSON]
+
+
+@pytest.mark.parametrize(("words", "tells"), JSON, ids=NAMES)
 def test_json_is_one_document_on_standard_output(words: list[str], tells, here: Path, affinage, monkeypatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing here needs a network
     status, out, said = affinage(*words, "--json")
     assert status == 0, said
     assert tells(json.loads(out)) and "\x1b" not in out + said
-
-
-def test_generate_writes_a_json_document_for_each_prompt(here: Path, affinage):
-    status, out, _ = affinage("generate", "tiny", "The capital", "La monnaie", "--max-new-tokens", "4", "--json")
-    told = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and [one["prompt"] for one in told] == ["The capital", "La monnaie"]
-    assert {one["finish_reason"] for one in told} <= {"length", "eos", "stop"} and told[0]["model"] == "tiny/dpo"

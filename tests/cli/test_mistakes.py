@@ -24,7 +24,6 @@ chat nobody                                                        `nobody`
 generate a@b x                                                     `a@b`
 eval runs/x                                                        `runs/x`
 compare nobody no-one                                              `nobody`
-plan quickstart --on v9-8                                          `v9-8`
 sweep TINY                                                         sweep
 launch quickstart --processes 2 --min-processes 2                  Ray
 launch quickstart --processes 2 --min-processes 3 --on ray         --processes 2
@@ -63,13 +62,10 @@ def table(text: str) -> list:
     return [pytest.param(words, held.split(" | "), id=words) for words, held in rows]
 
 
-def words_of(line: str) -> list[str]:
-    line = re.sub(r"--set (.*?)(?= --|$)", lambda found: f"--set {shlex.quote(found[1])}", line)
-    return [word.replace("TINY", TINY).replace("LONG", "a" * 300) for word in shlex.split(line)]
-
-
 def refused(affinage, line: str, held: list[str]) -> None:
-    status, out, said = affinage(*words_of(line))
+    line = re.sub(r"--set (.*?)(?= --|$)", lambda found: f"--set {shlex.quote(found[1])}", line)
+    words = [word.replace("TINY", TINY).replace("LONG", "a" * 300) for word in shlex.split(line)]
+    status, out, said = affinage(*words)
     assert (status, out) == (2, "")
     assert "Traceback" not in said and said.count("Error") == 1
     flat = " ".join(re.sub("[│╭╮╰╯─]", " ", said).split())

@@ -33,9 +33,8 @@ def test_a_path_comes_before_a_run_and_a_run_before_a_packaged_recipe(tmp_path: 
     status, _, said = affinage("generate", "quickstart", "x", "--max-new-tokens", "1")
     assert status == 0 and "runs/quickstart" in said
     assert resolve("./quickstart", RUNS).warning == "" and resolve("runs/quickstart", RUNS).kind == "run"
-
-
-def test_a_run_with_the_name_and_not_the_settings_of_a_packaged_recipe_is_told(affinage):
+    shutil.rmtree("quickstart")
+    # One with the name and not the settings of a packaged recipe is told, too.
     status, out, said = affinage("config", "show", "quickstart", "tokenizer.vocab_size")
     assert status == 0 and out.split()[3:5] == ["tokenizer.vocab_size", "512"], said
     assert "quickstart.yaml" in said.replace("\n", "")
@@ -66,6 +65,8 @@ def test_a_model_is_said_to_be_at_its_step(affinage, answer):
     state = {"model": "quickstart/pretrain", "step": 18, "steps": 20}
     assert status == 0 and json.loads(out).items() >= state.items()
     assert "quickstart/pretrain, step 18 of 20" in said
+    status, _, said = affinage("generate", "quickstart/pretrain@999", "x")
+    assert status == 2 and "999 of 20" not in said, "what is not there is at no step"
     assert answer("eval", "quickstart/sft", "--limit", "1").items() >= {"step": 5, "steps": 5}.items()
     (RUN / "pretrain" / MANIFEST).unlink()  # as while it is trained
     assert "step 20 of 20" in affinage("generate", "quickstart/pretrain", "x", "--max-new-tokens", "1")[2]
@@ -86,27 +87,19 @@ def test_set_and_force_work_the_second_time_as_the_first(affinage, answer):
     status, _, said = affinage("eval", "quickstart", "--set", "pretrain.steps=21")
     wanted = "affinage run quickstart --set pretrain.steps=21 --until evaluate-base"
     assert status == 2 and wanted in " ".join(said.split()) and made() == before
-
-
-def test_a_run_is_run_by_its_name_with_the_settings_it_has(affinage, answer):
-    before = made()
-    settings = [word for word in WORDS if word != WORDS[0]]
+    # It is run by its name with the settings it has.
     rows = answer("run", "quickstart", "--dry-run")
     assert {row["step"] for row in rows if row["runs"]} <= {"export", "report"}, "they have its name"
-    assert affinage("run", "quickstart", "--until", "dpo", *settings)[0] == 0 and made() == before
+    assert affinage("run", "quickstart", "--until", "dpo", *WORDS[1:])[0] == 0 and made() == before
     assert "recipes/tiny.yaml" in json.loads((RUN / "run.json").read_text())["recipe"]
 
 
-@pytest.mark.full
-def test_what_the_run_exported_itself_is_verified_where_it_is(affinage):
-    status, out, said = affinage("export", "quickstart", "--verify")
-    assert status == 0 and "runs/quickstart/export/model" in out, said
-    assert "transformers computes the same: logits of" in out
-
-
-def test_what_the_run_exported_itself_is_not_written_again(affinage):
+@pytest.mark.parametrize("verify", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_what_the_run_exported_itself_is_not_written_again_and_verified_where_it_is(verify: bool, affinage):
     before = made()
-    assert "runs/quickstart/export/model" in affinage("export", "quickstart")[1] and made() == before
+    status, out, said = affinage("export", "quickstart", *(["--verify"] if verify else []))
+    assert status == 0 and "runs/quickstart/export/model" in out and made() == before, said
+    assert verify == ("transformers computes the same: logits of" in out)
     for words in (["--dtype", "bfloat16"], ["--set", "export.dtype=bfloat16"]):
         assert affinage("export", "quickstart", *words)[0] == 0
     assert [name.partition("-")[0] for name in made() - before] == ["export"]

@@ -1,16 +1,25 @@
 """Recipes: what is merged from where, which mistakes are named at which line, and what YAML words mean."""
 
+import copy
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from affinage.config.load import load_recipe
+from affinage.config.load import load_recipe, packaged_recipes
 from affinage.config.recipe import Recipe
 from affinage.config.training import SftSettings
+from affinage.config.yaml import as_yaml, parse
 from affinage.errors import UserError
+from affinage.model.graph import parse as parse_graph
 from affinage.planning.plan import training_settings
+from affinage.registry import load_plugins
 from affinage.secrets import masked
 from run_affinage import refused
 
@@ -71,6 +80,7 @@ MISTAKES = [
     ("steps: 1_000", "steps: 1_000\n  monitor: {on_regression: stop}", 9, "pretrain | monitor.on_regression | `log`"),
     ("steps: 1_000", "steps:", 10, "`pretrain.steps` is empty | Leave it out"),
     ("{kind: embedding", "&a {kind: embedding", 5, "anchors"),
+    (ONE, ONE + "mesh: {data:1}\n", 2, "`data:1` | space"),  # which makes a key that null would remove
 ]
 
 
@@ -86,8 +96,8 @@ def test_each_mistake_names_its_line_its_setting_and_its_cure(write: Write, good
 def test_what_is_no_recipe_is_refused_by_one_message(write: Write, tmp_path: Path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "folder.yaml").mkdir()
-    texts = ["- a\n", "", "quickstart", "\0", "note: " + "x" * 10**7]
-    written = [write(text, f"{number}.yaml") for number, text in enumerate(texts)]
+    texts = enumerate(["- a\n", "", "quickstart", "\0", "note: " + "x" * 10**7])
+    written = [write(text, f"{number}.yaml") for number, text in texts]
     for name in (*written, "binary.yaml", "folder.yaml", "none.yaml", "no/such/recipe", "x" * 5000):
         assert refused(load_recipe, name).what.strip() and len(str(refused(load_recipe, name))) < 12_000, name
     assert refused(load_recipe, "none.yaml").fix and "bytes" in refused(load_recipe, "4.yaml").what
@@ -127,6 +137,7 @@ OVERRIDES = [
     ("hardware.price=free", "`hardware.price` | `free` | number"),
     ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | is a list | a mapping"),
     ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
+    ("mesh={data:1, fsdp: 1}", "--set mesh: | `data:1` | space"),
 ]
 
 
@@ -146,11 +157,12 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     loaded = load_recipe(path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]"])
     assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.batch_size) == (7, 8), "the rest of the section stays"
     assert [source.path for source in loaded.recipe.data.sources] == ["mine/", "x"]
-    assert loaded.locate(("pretrain", "steps")) == "--set pretrain.steps"
     assert loaded.locate(("data", "sources", 1, "path")) == "--set data.sources"
     merged = load_recipe(path, ["pretrain={steps: 5, schedule: {peak_lr: 2.0e-3}}"])
     assert (merged.recipe.pretrain.batch_size, merged.recipe.pretrain.schedule.min_lr) == (8, 1e-4), "mappings merge"
-    assert merged.locate(("pretrain", "schedule", "peak_lr")) == "--set pretrain"
+    assert (
+        merged.locate(("pretrain", "schedule", "peak_lr")) == merged.locate(("pretrain", "steps")) == "--set pretrain"
+    )
     assert merged.locate(("pretrain", "schedule", "min_lr")) == "r.yaml:14"
 
 
@@ -163,8 +175,7 @@ def test_a_base_is_merged_and_null_takes_away(write: Write):
     loaded = load_recipe(child)
     recipe = loaded.recipe
     assert (recipe.name, recipe.pretrain.steps, recipe.pretrain.batch_size) == ("child", 9, 8)
-    assert len(recipe.data.sources) == 1, "lists are replaced"
-    assert recipe.data.dedup is None, "null is a value where the setting has one"
+    assert len(recipe.data.sources) == 1 and recipe.data.dedup is None, "lists are replaced; null is a value"
     assert recipe.model["nodes"] == {"other": {"kind": "x"}}
     assert loaded.locate(("pretrain", "batch_size")) == "base.yaml:11"
     assert loaded.locate(("pretrain", "steps")) == "r.yaml:3"
@@ -177,15 +188,6 @@ def test_a_base_is_merged_and_null_takes_away(write: Write):
     assert not mine.description and mine.report.prompts
     write("base: quickstart\nname: none\nsft: null\n", "none.yaml")
     assert refused(load_recipe, write("base: none.yaml\nname: tuned\nsft: {steps: 10}\n")).where == "r.yaml:3"
-
-
-def test_a_colon_without_a_space_makes_no_key_that_null_removes(write: Write):
-    for path, overrides, where in [
-        (write(GOOD), ["mesh={data:1, fsdp: 1}"], "--set mesh"),
-        (write(GOOD + "mesh: {data:1}\n", "s.yaml"), [], "s.yaml:15"),
-    ]:
-        error = refused(load_recipe, path, overrides)
-        assert error.where == where and "`data:1`" in error.what and "space" in error.fix
 
 
 def test_what_training_says_is_said_for_every_training(write: Write):
@@ -213,6 +215,11 @@ def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
     assert "`batch_size`" in str(refused(load_recipe, child, ["pretrain.per_device_batch_size=2"]))
     both = GOOD.replace("steps: 1_000", "steps: 1_000\n  tokens: 1e6")
     assert "either `steps` or `tokens`" in str(refused(load_recipe, write(both, "both.yaml")))
+    # A mixture is one, or of several stages.
+    staged = "[{weights: {en: 1}}, {from_step: 10, weights: {en: 1, fr: 0.5}}]"
+    for written, stages in (("{en: 7}", [(0, {"en": 7})]), (staged, [(0, {"en": 1}), (10, {"en": 1, "fr": 0.5})])):
+        found = load_recipe("quickstart", [f"pretrain.mixture={written}"]).recipe.pretrain.mixture
+        assert [(stage.from_step, stage.weights) for stage in found] == stages
 
 
 def test_the_settings_in_effect_are_a_recipe_too_and_a_command_runs_it_again(write: Write, tmp_path: Path):
@@ -227,7 +234,7 @@ def test_a_path_is_relative_to_the_file_that_says_it(write: Write, tmp_path: Pat
     for folder in ("base", "here", "plugins"):
         (tmp_path / folder).mkdir()
     write(GOOD + "init_from: .\nplugins: [mine.py]\n", "base/recipe.yaml")
-    (tmp_path / "base/mine.py").touch()
+    write("", "base/mine.py")
     derived = load_recipe(write("base: ../base/recipe.yaml\nname: derived\n", "here/r.yaml"))
     assert derived.beside(derived.recipe.init_from, ("init_from",)).resolve() == tmp_path / "base"
     assert derived.beside("mine.py", ("plugins", 0)).resolve() == tmp_path / "base/mine.py"
@@ -237,44 +244,29 @@ def test_a_path_is_relative_to_the_file_that_says_it(write: Write, tmp_path: Pat
     assert told.beside("base", ("init_from",)).resolve() == tmp_path / "base", "not there beside the recipe: from here"
 
 
-def test_a_mixture_is_one_or_of_several_stages():
-    staged = "[{weights: {en: 1}}, {from_step: 10, weights: {en: 1, fr: 0.5}}]"
-    for written, stages in (("{en: 7}", [(0, {"en": 7})]), (staged, [(0, {"en": 1}), (10, {"en": 1, "fr": 0.5})])):
-        found = load_recipe("quickstart", [f"pretrain.mixture={written}"]).recipe.pretrain.mixture
-        assert [(stage.from_step, stage.weights) for stage in found] == stages
-
-
-LEAST = {"sources": ["chats.jsonl"], "steps": 20}
-
-
 def test_what_is_not_said_is_as_in_julians_recipe():
-    given, published = SftSettings.model_validate(LEAST | {"steps": 30_000}), load_recipe("julian-sft").recipe
+    least, published = {"sources": ["chats.jsonl"], "steps": 30_000}, load_recipe("julian-sft").recipe
+    given = SftSettings.model_validate(least)
     for name in ("batch_size", "schedule", "system_prompt", "num_epochs"):
         assert getattr(given, name) == getattr(published.sft, name), name
     moments = {"state_dtype": "bfloat16"}  # what a v4's memory asks for
     assert given.optimizer.model_copy(update=moments) == published.sft.optimizer
-    shorter = {"name": "chat", "model": published.model, "sft": LEAST, "packing": {"seq_len": 512}}
+    shorter = {"name": "chat", "model": published.model, "sft": least, "packing": {"seq_len": 512}}
     assert training_settings(Recipe.model_validate(shorter))[::2] == ("sft", 512), "as in pretraining"
 
 
 # ---- secrets
 
 
-@pytest.mark.parametrize(
-    ("said", "wanted"),
-    [
+def test_what_is_a_secret_is_masked_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    for said, wanted in (
         ("cannot read https://ada:lovelace@host.org/x.parquet", "cannot read https://***@host.org/x.parquet"),
         ("GET https://b.org/f?X-Amz-Signature=0a1b&part=2", "GET https://b.org/f?X-Amz-Signature=***&part=2"),
         ("no access with hf_abcdefghijklmnopqrstuvwxyz", "no access with ***"),
         ("401 {'Authorization': 'Bearer abcdefgh'}", "401 {'Authorization': 'Bearer ***'}"),
         ("the key of the map, tokens=3 and s3://bucket/key/x", "the key of the map, tokens=3 and s3://bucket/key/x"),
-    ],
-)
-def test_what_is_a_secret_is_masked_and_nothing_else(said: str, wanted: str):
-    assert masked(said) == wanted == str(UserError(said))
-
-
-def test_values_of_the_environment_are_masked_wherever_they_stand(monkeypatch: pytest.MonkeyPatch):
+    ):
+        assert masked(said) == wanted == str(UserError(said))
     for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, f"of {name.lower()}")
         assert masked(f"<of {name.lower()}>") == "<***>"
@@ -296,3 +288,88 @@ def test_a_recipe_with_a_secret_is_refused_without_repeating_it(override: str):
     message = str(mistake)
     assert message.startswith(f"--set {override.partition('=')[0]}") and mistake.fix
     assert not [secret for secret in ("0a1b", "hf_abc") if secret in message]
+
+
+# ---- what words and numbers mean, as pyyaml reads them too; what is printed is read back; any value anywhere
+
+
+words = st.text("ab:- #'\"\n,é{}[]&*!%@`|>?~\\<=0123456789.e", max_size=12)
+words |= st.sampled_from(["null", "True", "yes", "1e-5", "2026-01-02", "<<", "=", "0x10", "_", "a/b.c-d", "é"])
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | words,
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text("ab:- #'é", min_size=1), inside, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("no", "no"), ("on", "on"), ("true", True), ("~", None), ("", None), ("1e-3", 1e-3), ("1.5e3", 1500.0),
+        ("010", 10), ("50_000", 50000), ("12:30", "12:30"), ("2026-01-02", "2026-01-02"), ("'1'", "1"), (".5", 0.5),
+        ("-.inf", float("-inf")), ("[a, 1]", ["a", 1]), ("1.", 1.0), ("1-2", "1-2"), ("_1", "_1"),
+    ],
+)  # fmt: skip
+def test_words_and_numbers_are_what_a_person_means(text: str, value: object):
+    assert parse(text, "t")[0] == value
+
+
+@given(values)
+def test_what_pyyaml_writes_and_what_is_printed_is_read_as_what_it_was(value: object):
+    written = [as_yaml(value), yaml.dump(value, allow_unicode=True)]
+    if re.search(r"\d[\d_]*e[-+]?\d", str(value)):  # no number to YAML 1.1, which pyyaml writes
+        written.pop()
+    for text in written if "<<" not in str(value) else ():  # a merge key is refused, quoted or not
+        read = parse(text, "t")[0]
+        assert read == value and type(read) is type(value)
+        assert not isinstance(value, float) or math.copysign(1, read) == math.copysign(1, value)
+
+
+RECIPES = {name: yaml.safe_load(file.read_text()) for name, file in packaged_recipes().items()}
+WORDS = ["", "x", "../..", "~nobody/x", "a" * 5000, "\x00", "${HOME}", "auto", "null", "1e5", "0x10", "nan", "é"]
+WORDS += ["http://[", "gs://"]
+NUMBERS = [0, -1, 1, 3, 64, 10**9, 2**70, -(2**70), 0.5, 1e-9, 1e308, float("inf"), float("nan")]
+ODD = [None, True, False, [], {}, [[]], [None], [1, "x", {}], {"": 1}, {1: 2}, {None: None}, {"a": {}}, b"abc"]
+PIECES = b"&a |*a|!!python/name:os.system |{|[|: |- |\t|%|<<: |? |\xff|\x00|\r".split(b"|")
+
+
+def places(value, path=()):
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield from places(each, (*path, key))
+
+
+def a_value(data: st.DataObject, file) -> None:
+    found = copy.deepcopy(RECIPES[data.draw(st.sampled_from(sorted(RECIPES)))])
+    *above, last = data.draw(st.sampled_from([path for path in places(found) if path]))
+    within = found
+    for key in above:
+        within = within[key]
+    within[last] = data.draw(st.sampled_from([*WORDS, *NUMBERS, *ODD]))
+    file.write_text(yaml.dump(found, allow_unicode=True))
+
+
+def some_bytes(data: st.DataObject, file) -> None:
+    found = packaged_recipes()[data.draw(st.sampled_from(sorted(RECIPES)))].read_bytes()
+    for _ in range(data.draw(st.integers(1, 3))):
+        at, gone = data.draw(st.integers(0, len(found) - 1)), data.draw(st.integers(0, 20))
+        found = found[:at] + data.draw(st.sampled_from(PIECES)) + found[at + gone :]
+    file.write_bytes(found)
+
+
+@pytest.mark.parametrize("change", [a_value, some_bytes])
+@pytest.mark.parametrize("examples", [25, pytest.param(600, marks=pytest.mark.full)])
+def test_anything_anywhere(change, examples: int, tmp_path):
+    @settings(max_examples=examples)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        change(data, tmp_path / "recipe.yaml")
+        try:
+            loaded = load_recipe(tmp_path / "recipe.yaml")
+            load_plugins(loaded)
+            parse_graph(loaded.recipe.model, vocabulary=100)
+        except UserError as error:
+            assert error.what.strip()
+
+    check()

@@ -14,6 +14,7 @@ from affinage.data.dataloader import DataLoader
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import TransientError, UserError
+from run_affinage import refused
 
 URL = "memory://bucket/rows"
 
@@ -67,19 +68,14 @@ def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder: 
 def test_what_is_gone_is_refused_and_a_network_that_fails_is_waited_for(store, split_folder, bpe, tmp_path):
     folder = packed(split_folder, bpe, tmp_path / "rows", URL)
     feed, files = DataLoader(folder, seed=0, batch=4), dict(store.files)
-
-    def refused(kind: type[Exception], act) -> None:
-        with pytest.raises(kind) as error:
-            act()
-        assert "bucket/rows" in error.value.where and error.value.fix
-
     store.failures = iter([True, True, False])
     assert feed.batch(0)["tokens"].shape == (4, 32)
     store.failures = itertools.repeat(True)
-    refused(TransientError, lambda: feed.batch(0))
+    unreachable = refused(feed.batch, 0)
     store.failures = iter(())
     store.files.clear()
-    refused(UserError, lambda: feed.batch(0))
+    for error, kind in ((unreachable, TransientError), (refused(feed.batch, 0), UserError)):
+        assert type(error) is kind and "bucket/rows" in error.where and error.fix
     store.files.update(files)
     assert feed.batch(0)["tokens"].shape == (4, 32)  # it can be tried again
 

@@ -14,14 +14,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from affinage.config.data import PackingSettings, safe_name
 from affinage.data.dataloader import ValidationRows
-from affinage.data.documents import read_documents
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import TokenShards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserWarned
 from run_affinage import refused
-from source_forms import write_documents
+from source_forms import rows_of, write_documents
 from tiny_corpus import write_split
 
 CONTEXT = 32
@@ -40,10 +39,8 @@ def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPath
 
 def documents_by_group(split_folder: Path, part: str) -> dict[str, Documents]:
     groups: dict[str, Documents] = defaultdict(dict)
-    for batch in read_documents(split_folder / part):
-        for document in batch.to_pylist():
-            name = f"{safe_name(document['source'])}.{document['language']}"
-            groups[name][document["source"], document["id"]] = document["text"]
+    for row in rows_of(split_folder / part):
+        groups[f"{safe_name(row['source'])}.{row['language']}"][row["source"], row["id"]] = row["text"]
     return groups
 
 

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -21,13 +20,7 @@ NOT_RUN = {"chat-model": 0, "french": 1, "plan": 1}
 def test_all_tutorials_are_carried_out():
     assert {page.stem for page in PAGES.glob("*.md")} == set(NOT_RUN)
     for page in PAGES.glob("*.md"):
-        assert any(block["language"] == "bash" and not block["skipped"] for block in blocks(page))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", sorted(NOT_RUN))
-def test_a_reader_gets_what_the_tutorial_promises(name: str, tmp_path: Path):
-    assert len(carry_out(PAGES / f"{name}.md", tmp_path)) == NOT_RUN[name]
+        assert any(block["language"] == "bash" and not block["skipped"] for block in _BLOCK.finditer(page.read_text()))
 
 
 _BLOCK = re.compile(
@@ -38,60 +31,49 @@ _BLOCK = re.compile(
 _NUMBER = re.compile(r"\d(?:[\d.,:]*\d)?(?:e[-+]?\d+)?")
 
 
-def blocks(page: Path) -> Iterator[re.Match[str]]:
-    """All fenced blocks of a page: language, the file of a title, why one is not run, text."""
-    return _BLOCK.finditer(page.read_text(encoding="utf-8"))
-
-
-def carry_out(page: Path, folder: Path) -> list[str]:
-    """Do in `folder` what the page says, and compare what is said with what it promises.
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(NOT_RUN))
+def test_a_reader_gets_what_the_tutorial_promises(name: str, tmp_path: Path):
+    """What the page says is done in a folder, and compared with what it promises.
 
     A block with a title is written into that file; other bash and python blocks are run; a text block is what the one
     before it prints: its lines must come in that order, `...` stands for what is left out, a number for any number.
-    Returns why blocks were not run.
     """
-    path = folder / ".bin"
-    path.mkdir()
-    command = path / "affinage"
+    command, python = tmp_path / ".bin" / "affinage", shlex.quote(sys.executable)
     quick = "--xla_backend_optimization_level=0"  # they compile much and compute little
-    python = shlex.quote(sys.executable)
+    command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nXLA_FLAGS="$XLA_FLAGS {quick}" exec {python} -m affinage "$@"\n')
     command.chmod(0o755)
-    (path / "python").symlink_to(sys.executable)
-    environment = {**os.environ, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "XLA_FLAGS": "", "COLUMNS": "160"}
-    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-    skipped, said = [], ""
-    for block in blocks(page):
+    (command.parent / "python").symlink_to(sys.executable)
+    environment = {**os.environ, "PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "160"}
+    environment |= {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    skipped, said = 0, ""
+    for block in _BLOCK.finditer((PAGES / f"{name}.md").read_text(encoding="utf-8")):
         text = block["text"]
         if block["skipped"]:
-            skipped.append(block["skipped"])
-            said = ""
+            skipped, said = skipped + 1, ""
         elif block["title"]:
-            target = folder / block["title"]
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text, encoding="utf-8")
+            (tmp_path / block["title"]).write_text(text, encoding="utf-8")
         elif block["language"] == "text":
-            if said:
-                compare(text, said)
+            compare(text if said else "", said)
         else:
             program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[block["language"]]
-            how = {"cwd": folder, "env": environment, "text": True, "timeout": 600}
+            how = {"cwd": tmp_path, "env": environment, "text": True, "timeout": 600}
             done = subprocess.run([*program, text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
             said = done.stdout
             assert done.returncode == 0, f"{text}\n{said}"
-    return skipped
+    assert skipped == NOT_RUN[name]
 
 
 def compare(promised: str, said: str) -> None:
     """Every promised line is in what was said, in this order; numbers may be others."""
     at = 0
     for line in promised.splitlines():
-        if line.strip() in ("", "..."):
-            continue
-        words = (r"\s+".join(map(_pattern, part.split())) for part in line.split("..."))
-        found = re.compile(r"[^\n]*".join(words)).search(said, at)
-        assert found, f"promised: {line}\nsaid:\n{said}"
-        at = found.end()
+        if line.strip() not in ("", "..."):
+            words = (r"\s+".join(map(_pattern, part.split())) for part in line.split("..."))
+            found = re.compile(r"[^\n]*".join(words)).search(said, at)
+            assert found, f"promised: {line}\nsaid:\n{said}"
+            at = found.end()
 
 
 def _pattern(word: str) -> str:

@@ -39,26 +39,15 @@ ITEMS = [
 BOTH = {"metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
 TASKS = {
     "choice": BOTH | {"doc_to_text": "Question: {{question}}\nAnswer:"},
-    "letters": BOTH
-    | {"doc_to_text": "{{question}} ", "doc_to_choice": ["a", "e", "n", "t"], "doc_to_target": "letter"},
+    "letters": BOTH | {"doc_to_text": "{{question}} ", "doc_to_choice": [*"aent"], "doc_to_target": "letter"},
     "pairs": BOTH | {"doc_to_text": "", "doc_to_choice": "{{[good, bad]}}", "doc_to_target": 0, "target_delimiter": ""},
     "partial": BOTH
     | {"doc_to_text": "right", "doc_to_choice": "{{[good, bad, good + ' ' + bad, question]}}", "doc_to_target": "bad"},
-    "last_word": {
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{good}}",
-        "doc_to_choice": None,
-        "doc_to_target": "{{' ' + bad.split(' ')[0]}}",
-        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
-    },
-    "writing": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{good}}",
-        "doc_to_choice": None,
-        "doc_to_target": "{{bad}}",
-        "generation_kwargs": {"until": ["e\n", "an"], "max_gen_toks": 24},
-        "metric_list": [{"metric": "exact_match"}],
-    },
+    "last_word": {"output_type": "loglikelihood", "doc_to_text": "{{good}}", "doc_to_choice": None}
+    | {"doc_to_target": "{{' ' + bad.split(' ')[0]}}", "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]},
+    "writing": {"output_type": "generate_until", "doc_to_text": "{{good}}", "doc_to_choice": None}
+    | {"doc_to_target": "{{bad}}", "metric_list": [{"metric": "exact_match"}]}
+    | {"generation_kwargs": {"until": ["e\n", "an"], "max_gen_toks": 24}},
 }
 
 
@@ -76,12 +65,7 @@ def backends(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def theirs(backends):
-    return backends[1](add_bos_token=True)
-
-
-@pytest.fixture(scope="module")
-def results(backends, theirs, tmp_path_factory):
+def results(backends, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     for name, task in TASKS.items():
         write_task(folder, name, ITEMS, **task)
@@ -91,7 +75,7 @@ def results(backends, theirs, tmp_path_factory):
             tasks = load_tasks(find_tasks([str(folder)])[0])
             return evaluate(lm, {"tasks": tasks, "groups": {}, "group_map": {}}, bootstrap_iters=20)
 
-    return run(JaxLM(backends[0], batch=8)), run(theirs)
+    return run(JaxLM(backends[0], batch=8)), run(backends[1](add_bos_token=True))
 
 
 @pytest.mark.parametrize("task", [name for name in TASKS if name != "writing"])

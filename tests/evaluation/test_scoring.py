@@ -56,10 +56,9 @@ def test_scores_equal_the_definition(batch, block):
     model = tiny_llama()
     pairs = some_pairs(model)
     results = answers_to(model, pairs, batch=batch, logits_at_once=block)
-    for (before, continuation), (value, greedy) in zip(pairs, results, strict=True):
-        expected, expected_greedy = slow_score(model, before, continuation)
-        assert value == pytest.approx(expected, abs=2e-4)
-        assert greedy == expected_greedy
+    for pair, (value, greedy) in zip(pairs, results, strict=True):
+        expected, expected_greedy = slow_score(model, *pair)
+        assert value == pytest.approx(expected, abs=2e-4) and greedy == expected_greedy
     assert results[-2][1] and not results[-1][1]
     assert answers_to(model, []) == []
 
@@ -109,18 +108,14 @@ def test_a_sharded_model_scores_and_says_what_it_does_on_one_device(mesh, replac
     assert said[0] == said[1]
 
 
-def test_the_batch_shrinks_with_the_square_of_the_context():
+def test_the_batch_shrinks_with_the_square_of_the_context_and_less_where_memory_is_large(monkeypatch):
     model, mesh = tiny_llama(), make_mesh({"data": 4}, jax.devices()[:4])
     contexts = (96, 512, 1024, 3000, 2**20)
     assert [default_batch(replace(model, context=context)) for context in contexts] == [64, 64, 16, 1, 1]
     assert default_batch(replace(model, context=1024, layout=MeshLayout(mesh, table_with({})))) == 4 * 16
-
-
-@pytest.mark.parametrize(("device", "rows"), [("L4", [64, 16, 4, 1, 1]), ("A100 80GB", [64, 16, 8, 4, 2])])
-def test_a_device_of_much_memory_gets_more_rows_of_a_long_context(device, rows, monkeypatch):
-    monkeypatch.setattr("affinage.evaluation.scoring.chip", lambda _: CHIPS[device])
-    contexts = (512, 1024, 2048, 4096, 8192)
-    assert [default_batch(replace(tiny_llama(), context=context)) for context in contexts] == rows
+    for device, rows in (("L4", [64, 16, 4, 1, 1]), ("A100 80GB", [64, 16, 8, 4, 2])):
+        monkeypatch.setattr("affinage.evaluation.scoring.chip", lambda _, device=device: CHIPS[device])
+        assert [default_batch(replace(model, context=2**n)) for n in range(9, 14)] == rows
 
 
 # ---- requests are packed into batches, and what they share is computed once
@@ -136,14 +131,7 @@ def rows_of(pairs):
 
 
 def packed(groups, batch, multiple=1):
-    told = {"context": ROW, "most": 2 * ROW, "multiple": multiple}
-    return batches(groups, batch * ROW, **told)
-
-
-@pytest.mark.parametrize("pair", [([], [1]), ([1], []), ([1], [2] * 9)], ids=str)
-def test_pairs_that_cannot_be_scored_are_refused(pair):
-    with pytest.raises((ValueError, UserError)):
-        as_rows([pair], context=8)
+    return batches(groups, batch * ROW, context=ROW, most=2 * ROW, multiple=multiple)
 
 
 def answer(text: tuple[int, ...], token: int) -> tuple[float, bool]:
@@ -160,9 +148,8 @@ def test_every_request_is_answered_by_what_was_asked_after_the_text_that_the_pla
         values, best = np.zeros(one.logit_positions.shape), np.zeros(one.logit_positions.shape, bool)
         count, length = one.tokens.shape
         for part, column in np.ndindex(*one.logit_positions.shape):
-            row, place = divmod(
-                part * (count // len(one.logit_positions)) * length + one.logit_positions[part, column], length
-            )
+            rows_of_a_part = count // len(one.logit_positions)
+            row, place = divmod(part * rows_of_a_part * length + one.logit_positions[part, column], length)
             positions, segments, prefixes = (each[row] for each in one.places.values())
             own = np.isin(segments, [segments[place], prefixes[place]])
             text = one.tokens[row][own & (positions <= positions[place])]
@@ -178,6 +165,9 @@ def test_every_request_is_answered_by_what_was_asked_after_the_text_that_the_pla
 
 
 def test_what_questions_share_is_computed_once_and_short_ones_share_a_row():
+    for pair in (([], [1]), ([1], []), ([1], [2] * 9)):  # which cannot be scored
+        with pytest.raises((ValueError, UserError)):
+            as_rows([pair], context=8)
     question = list(range(1, 21))
     pairs = [(question, end) for end in ([30, 40, 50], [30], [31], [30])]
     (group,) = find_groups(as_rows(pairs, 99), 198)

@@ -5,6 +5,7 @@ import gzip
 import json
 from collections import defaultdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import huggingface_hub
@@ -16,16 +17,8 @@ from lm_eval.tasks import TaskManager
 
 from affinage.errors import UserError
 from affinage.evaluation.harness import DEFINITIONS, load_tasks, quiet
-from affinage.evaluation.tasks import (
-    BENCHMARKS,
-    GROUPS,
-    check_names,
-    files_of,
-    find_tasks,
-    is_chat,
-    items_of,
-    read_json_lines,
-)
+from affinage.evaluation.tasks import BENCHMARKS, GROUPS, check_names, files_of, find_tasks, is_chat, items_of
+from affinage.evaluation.tasks import read_json_lines as rows_in
 from benchmark_fixtures import ITEMS, write_items
 from choice_task import write_task
 from run_affinage import refused
@@ -33,16 +26,13 @@ from run_affinage import refused
 TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "one.jsonl"}}}
 
 
-def write(folder, name, content):
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
-
-
 def test_data_files_and_templates_are_found_beside_the_task_file(tmp_path, monkeypatch):
-    write(tmp_path / "tasks", "one.yaml", TASK)
-    write(tmp_path / "tasks", "one.jsonl", '{"a": "x\u2028y"}\n')
-    write(tmp_path / "tasks", "chat.yaml", {"include": "shared", "task": "two"})
-    write(tmp_path / "tasks", "shared", {"dataset_path": "hub/two", "output_type": "generate_until"})  # is no task
+    (tmp_path / "tasks").mkdir()
+    for name, content in (
+        ("one.yaml", yaml.safe_dump(TASK)), ("one.jsonl", '{"a": "x\u2028y"}\n'),
+        ("chat.yaml", "include: shared\ntask: two"), ("shared", "dataset_path: hub/two\noutput_type: generate_until"),
+    ):  # fmt: skip
+        (tmp_path / "tasks" / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     chat, one, named = find_tasks(["pocket-world", "tasks/one.yaml", "hellaswag"], world=tmp_path)[0]
     assert [is_chat(task) for task in (chat, one, named)] == [True, False, False] and named == {"task": "hellaswag"}
@@ -55,9 +45,9 @@ def test_data_files_and_templates_are_found_beside_the_task_file(tmp_path, monke
 def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps({"n": 1}).encode() + b"\n\n"))
-    assert read_json_lines(data_files={"test": [str(path)]})["test"]["n"] == [1]
+    assert rows_in(data_files={"test": [str(path)]})["test"]["n"] == [1]
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n\n{"a" 2}\n')
-    mistake = refused(lambda: read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]}), match="delimiter")
+    mistake = refused(rows_in, data_files={"test": [str(tmp_path / "bad.jsonl")]}, match="delimiter")
     assert mistake.where == f"{tmp_path / 'bad.jsonl'}:3"
 
 
@@ -78,15 +68,15 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
 )
 def test_a_task_file_that_cannot_be_used_is_refused_at_its_place(tmp_path, content, named):
     if content is not None:
-        write(tmp_path, "one.yaml", content)
-    mistake = refused(lambda: find_tasks([str(tmp_path / "one.yaml")]))
+        (tmp_path / "one.yaml").write_text(content)
+    mistake = refused(find_tasks, [str(tmp_path / "one.yaml")])
     assert "one.yaml" in f"{mistake.where} {mistake.what}" and named in str(mistake)
 
 
 def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path: Path):
     (tmp_path / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'sprung')!r}).touch()")
     (tmp_path / "t.yaml").write_text("task: t\ndataset_path: json\nprocess_docs: !function evil.run\n")
-    refused(lambda: find_tasks([str(tmp_path / "t.yaml")]))
+    refused(find_tasks, [str(tmp_path / "t.yaml")])
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(jinja2.sandbox.SecurityError):
         utils.apply_template(escape, {})
@@ -105,23 +95,19 @@ SUMS = [{"question": f"one {n}", "choices": ["a", "b"], "right": n % 2} for n in
 
 def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
     """The message for a task of these items and settings."""
-    folder.mkdir(exist_ok=True)
-    write_task(folder, "mine", items, **settings)
-    with pytest.raises(UserError) as mistake, quiet():
-        load_tasks(find_tasks([str(folder / "mine.yaml")])[0], num_fewshot)
-    assert mistake.value.what and mistake.value.where and mistake.value.fix
-    return mistake.value
+    task = write_task(folder, "mine", items, **settings)
+    with quiet():
+        mistake = refused(lambda: load_tasks(find_tasks([str(task)])[0], num_fewshot))
+    assert mistake.what and mistake.where and mistake.fix
+    return mistake
 
 
 @pytest.mark.parametrize(
     ("changed", "settings", "named"),
     [
-        ({"right": 2}, {}, "item 3"),
-        ({"right": -1}, {}, "item 3"),
-        ({"right": None}, {}, "item 3"),
+        *[({"right": wrong}, {}, "item 3") for wrong in (2, -1, None)],
+        *[({"choices": wrong}, {}, "item 3") for wrong in ([], ["a", ""])],
         ({"question": None}, {}, "item 3"),
-        ({"choices": []}, {}, "item 3"),
-        ({"choices": ["a", ""]}, {}, "item 3"),
         ({"choices": "a"}, {}, "mine"),
         ({}, {"doc_to_text": "{{no_such}}"}, "no_such"),
         ({}, {"doc_to_text": "{{ question"}, "mine"),
@@ -143,18 +129,10 @@ def test_a_mistake_in_a_task_file_or_an_item_is_one_message(tmp_path, changed, s
     assert named in str(refused_with(tmp_path, items, **settings))
 
 
-@pytest.mark.parametrize(
-    "splits",
-    [
-        {"test_split": "test"},
-        {"test_split": None, "validation_split": "test"},
-        {"test_split": None, "validation_split": "test", "fewshot_split": "test"},
-        {"test_split": "test", "fewshot_split": "test"},
-    ],
-    ids=str,
-)
-def test_no_example_before_a_question_is_the_item_asked(tmp_path, splits):
-    write_task(tmp_path, "mine", SUMS, **splits)
+@pytest.mark.parametrize("examples", [{}, {"fewshot_split": "test"}], ids=str)
+@pytest.mark.parametrize("splits", [{"test_split": "test"}, {"test_split": None, "validation_split": "test"}], ids=str)
+def test_no_example_before_a_question_is_the_item_asked(tmp_path, splits, examples):
+    write_task(tmp_path, "mine", SUMS, **splits, **examples)
     with quiet():
         (task,) = load_tasks(find_tasks([str(tmp_path / "mine.yaml")])[0], 5).values()
         task.build_all_requests(limit=None, rank=0, world_size=1)
@@ -165,9 +143,10 @@ def test_no_example_before_a_question_is_the_item_asked(tmp_path, splits):
 
 def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_answer(tmp_path):
     """What decontamination looks for."""
+    places = ("in France", "in Spain")
     items = [
-        {"question": "Where is Paris?", "options": {"text": ["in France", "in Spain"], "n": 1}, "right": 0},
-        {"question": "Where is Madrid?", "options": {"text": ["in France", "in Spain"], "n": 2}, "right": 1},
+        {"question": f"Where is {city}?", "options": {"text": places, "n": n}, "right": n}
+        for n, city in enumerate(("Paris", "Madrid"))
     ]
     asked = {"doc_to_text": "Q: {{question}}\nA:", "doc_to_choice": "{{options.text}}"}
     write_task(tmp_path, "capitals", items, **asked)
@@ -177,18 +156,12 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
         found = list(items_of(load_tasks(find_tasks([str(tmp_path)])[0])))
     assert [(item.benchmark, item.id) for item in found] == [(t, i) for t in ("capitals", "chat") for i in "01"]
     for item in found:
-        question, answer = items[int(item.id)]["question"], ("in France", "in Spain")[int(item.id)]
-        assert set(item.texts) == {question, "in France", "in Spain", f"Q: {question}\nA: {answer}"}
+        question, answer = items[int(item.id)]["question"], places[int(item.id)]
+        assert set(item.texts) == {question, *places, f"Q: {question}\nA: {answer}"}
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("hellaswagg", "`hellaswag"),
-        ("JULIAN", ""),
-    ],
-)
 @pytest.mark.full  # each reads 13,000 files
+@pytest.mark.parametrize(("name", "nearest"), [("hellaswagg", "`hellaswag"), ("JULIAN", "")])
 def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
     check_names(["julian", "hellaswag"], where="--tasks")
     mistake = refused(check_names, [name], where="--tasks")
@@ -221,26 +194,22 @@ def test_local_items_are_put_as_the_harness_puts_the_hub_s(name, tmp_path):
         for form, item in zip(("hub", "other"), ITEMS[name]):
             if item is None:
                 continue
-            folder = tmp_path / form
-            folder.mkdir()
-            stem = (name, *BENCHMARKS[name].get("files", ()))[-1]
-            (folder / f"{stem}.jsonl.gz").write_bytes(gzip.compress(json.dumps(item).encode()))
-            (config,) = find_tasks([name], folder)[0]
+            file = tmp_path / form / f"{(name, *BENCHMARKS[name].get('files', ()))[-1]}.jsonl.gz"
+            file.parent.mkdir()
+            file.write_bytes(gzip.compress(json.dumps(item).encode()))
+            (config,) = find_tasks([name], file.parent)[0]
             (task,) = load_tasks([config]).values()
             assert requests_of(task) == expected, form
             assert task.config.metric_list == as_the_harness_has_it(name).config.metric_list
 
 
-def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
+def test_groups_take_what_the_folder_has_and_a_folder_without_the_items_or_of_another_form_is_refused(tmp_path):
     folder = write_items(tmp_path / "items", ["piqa", "boolq", "xnli_fr"])
     found, left_out = find_tasks(["julian"], folder)
     assert [task["task"] for task in found] == ["piqa", "boolq"] and all("where" in task for task in found)
     assert set(left_out) == set(GROUPS["julian"]) - {"piqa", "boolq"}
     assert [file.name for file in files_of(["french", "piqa"], folder)] == ["xnli_fr.jsonl", "piqa.jsonl"]
     assert find_tasks(["julian"]) == ([{"task": name} for name in GROUPS["julian"]], [])
-
-
-def test_a_folder_without_the_items_or_with_a_row_of_another_form_is_refused(tmp_path):
     for task, named in (("arc_easy", "arc_easy"), ("french", "french"), ("quickstart", "pocket world")):
         mistake = refused(find_tasks, [task], tmp_path, match=named)
         assert mistake.fix or mistake.where
@@ -249,17 +218,11 @@ def test_a_folder_without_the_items_or_with_a_row_of_another_form_is_refused(tmp
     assert refused(load_tasks, [config]).where == f"{tmp_path / 'belebele_fra_Latn.jsonl'}:1"
 
 
-def test_a_full_disk_is_not_said_to_be_the_hub(monkeypatch):
-    def load(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(TaskManager, "load", load)
-    with quiet(), pytest.raises(OSError, match="No space"):  # of which the verb says that room is to be made
+def test_a_missing_network_is_told_once_and_soon_and_a_full_disk_is_another_thing(monkeypatch, tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch, quiet(), pytest.raises(OSError, match="No space"):  # the verb says: make room
+        patch.setattr(TaskManager, "load", Mock(side_effect=full))
         load_tasks([{"task": "piqa"}])
-
-
-def test_a_missing_network_is_told_once_and_soon(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)

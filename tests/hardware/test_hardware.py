@@ -12,30 +12,20 @@ from affinage.hardware.devices import accelerator_is_here
 from run_affinage import refused
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "flops"),
-    [
-        ("TPU v3", "TPU v3", 61.5e12),
-        ("TPU v4", "TPU v4", 275e12),
-        ("TPU v5 lite", "TPU v5e", 197e12),
-        ("TPU v5", "TPU v5p", 459e12),
-        ("TPU7x", "TPU7x", 1153.5e12),
+def test_device_kinds_find_their_chip_and_the_peak_of_one_device():
+    for kind, name, flops in (
+        ("TPU v3", "TPU v3", 61.5e12), ("TPU v4", "TPU v4", 275e12), ("TPU v5 lite", "TPU v5e", 197e12),
+        ("TPU v5", "TPU v5p", 459e12), ("TPU7x", "TPU7x", 1153.5e12), ("NVIDIA H100 PCIe", "H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-40GB", "A100 40GB", 312e12),
-        ("NVIDIA H100 PCIe", "H100 PCIe", 756e12),
-    ],
-)
-def test_device_kinds_find_their_chip_and_the_peak_of_one_device(kind: str, name: str, flops: float):
-    assert chip(kind).name == name
-    assert chip(kind).flops_per_device == flops
+    ):  # fmt: skip
+        assert (chip(kind).name, chip(kind).flops_per_device) == (name, flops)
     assert chip("cpu").flops_per_device is chip("Some GPU of tomorrow").flops_per_device is None
 
 
 @pytest.mark.skipif(accelerator_is_here(), reason="then JAX may have what is asked for")
 def test_a_platform_that_jax_has_no_plugin_for_is_one_message(tmp_path: Path):
-    env = {**os.environ, "JAX_PLATFORMS": "cuda"}
-    done = subprocess.run(
-        [sys.executable, "-m", "affinage", "run", "quickstart"], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    command, env = [sys.executable, "-m", "affinage", "run", "quickstart"], {**os.environ, "JAX_PLATFORMS": "cuda"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "cuda" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -64,10 +54,8 @@ def test_a_name_means_these_chips(name, chips, devices, shape, hosts, topology):
 
 
 def test_rings_are_closed_from_whole_cubes_and_whole_pods_on():
-    assert find_slice("v4-64").wrap == (False, False, False)
-    assert find_slice("v4-128").wrap == (True, True, True)
-    assert find_slice("v5e-128").wrap == (False, True)
-    assert find_slice("v5e-256").wrap == (True, True)
+    assert [find_slice(name).wrap for name in ("v4-64", "v4-128")] == [(False,) * 3, (True,) * 3]
+    assert [find_slice(name).wrap for name in ("v5e-128", "v5e-256")] == [(False, True), (True, True)]
 
 
 def test_a_program_may_take_what_the_compiler_says_or_the_environment_of_a_gpu(monkeypatch):
@@ -80,17 +68,10 @@ def test_a_program_may_take_what_the_compiler_says_or_the_environment_of_a_gpu(m
     assert "XLA_CLIENT_MEM_FRACTION" in refused(find_slice, "l4").where
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("v4-31", ["v4-16", "v4-32"]),
-        ("v4-33", ["v4-32", "v4-64"]),
-        ("v5e-512", ["v5e-256"]),
-        ("v9-8", ["Did you mean `v"]),
-        ("h100x12", ["h100x16"]),
-        ("v4-0", ["v4-8"]),
-    ],
-)
-def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, nearest):
-    fix = refused(find_slice, name).fix
-    assert all(each in fix for each in nearest)
+def test_what_does_not_exist_is_refused_with_the_nearest_that_does():
+    for name, nearest in (
+        ("v4-31", ["v4-16", "v4-32"]), ("v4-33", ["v4-32", "v4-64"]), ("v5e-512", ["v5e-256"]), ("v4-0", ["v4-8"]),
+        ("v9-8", ["Did you mean `v"]), ("h100x12", ["h100x16"]),
+    ):  # fmt: skip
+        fix = refused(find_slice, name).fix
+        assert all(each in fix for each in nearest), name

@@ -18,9 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import hub_server
+import tiny_run
 from affinage.hub.folder import CardFacts, export, local_copy
+from affinage.results import read_json
 from hub_server import Fault
-from run_affinage import refused
+from run_affinage import refused, set_words
 from source_forms import rows_of
 from tiny_models import tiny_llama
 
@@ -32,11 +34,6 @@ sleep = time.sleep
 time.sleep = lambda seconds: sleep(min(seconds, 0.01))
 from affinage.cli import main
 main()
-"""
-RECIPE = """
-name: read
-data: {sources: [{dataset: me/none}], languages: [en], workers: 1}
-model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
 """
 CARD = """---
 configs:
@@ -71,17 +68,15 @@ class Machine:
         assert TOKEN not in done.stdout + done.stderr
         return done
 
-    def collect(self, sources: str, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
+    def collect(self, sources: str, *settings: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a recipe until its sources are collected."""
-        (self.folder / "read.yaml").write_text(RECIPE)
-        settings = ["--set", f"data.sources={sources}"]
-        return self.run("run", "read.yaml", "--until", "ingest", *settings, *words, token=token)
+        words = set_words(f"data.sources={sources}", "data.workers=1", *settings)
+        return self.run("run", str(tiny_run.RECIPE), "--until", "ingest", *words, token=token)
 
-    def texts(self) -> list[str]:
-        return [row["text"] for row in rows_of(self.folder / "runs/read/ingest")]
-
-    def summary(self) -> dict:
-        return json.loads((self.folder / "runs/read/ingest/result.json").read_text())
+    def collected(self) -> tuple[list[str], dict]:
+        """The texts, and the step's summary."""
+        folder = self.folder / "runs/tiny/ingest"
+        return [row["text"] for row in rows_of(folder)], read_json(folder / "result.json")
 
 
 @pytest.fixture
@@ -92,47 +87,50 @@ def hub():
 
 @pytest.fixture
 def machine(hub, tmp_path) -> Machine:
-    environment = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "XLA_FLAGS")}
+    environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
     environment |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     environment |= {"HF_DATASETS_OFFLINE": "0", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     (tmp_path / "work").mkdir()
     return Machine(environment | {"AFFINAGE_CACHE": str(tmp_path / "cache")}, tmp_path / "work")
 
 
-def parquet(rows: list[dict]) -> bytes:
+def parquet(of: str) -> bytes:
     written = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), written, row_group_size=7)
+    pq.write_table(pa.Table.from_pylist(documents(of)), written, row_group_size=7)
     return written.getvalue()
 
 
-def lines(rows: list[dict]) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+def lines(of: str) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in documents(of)).encode()
 
 
 def documents(of: str) -> list[dict]:
-    return [{"id": f"{of}-{n}", "text": f"text {n} of {of}", "url": f"https://a.example/{n}"} for n in range(25)]
+    return [{"id": f"{of}-{n}", "text": text, "url": f"https://a.example/{n}"} for n, text in enumerate(texts(of))]
+
+
+def texts(*of: str) -> list[str]:
+    return [f"text {n} of {each}" for each in of for n in range(25)]
 
 
 def tables(of: str = "") -> dict[str, bytes]:
     """A dataset of two configurations and several splits, in Parquet."""
-    files = {f"train/{n}.parquet": parquet(documents(f"file {n}{of}")) for n in range(3)}
-    files |= {"dev/0.parquet": parquet(documents("dev")), "other.parquet": parquet(documents("other"))}
-    return files | {"README.md": CARD.encode()}
+    files = {f"train/{n}.parquet": parquet(f"file {n}{of}") for n in range(3)}
+    return files | {"dev/0.parquet": parquet("dev"), "other.parquet": parquet("other"), "README.md": CARD.encode()}
 
 
 def test_datasets_are_what_their_files_are(hub, machine):
     first = hub.commit("datasets/me/tables", tables())
-    text = hub.commit("datasets/me/lines", {"some.json.gz": gzip.compress(lines(documents("lines")))})
-    hub.commit("datasets/me/raw", {"en/a.jsonl": lines(documents("raw"))})
+    text = hub.commit("datasets/me/lines", {"some.json.gz": gzip.compress(lines("lines"))})
+    hub.commit("datasets/me/raw", {"en/a.jsonl": lines("raw")})
     # A folder here that has the name is not what the recipe asks for.
     (machine.folder / "me" / "tables").mkdir(parents=True)
-    (machine.folder / "me" / "tables" / "x.jsonl").write_bytes(lines(documents("a decoy")))
+    (machine.folder / "me" / "tables" / "x.jsonl").write_bytes(lines("a decoy"))
 
     sources = "[{dataset: me/tables, config: tables}, {dataset: me/lines}, 'hf://datasets/me/raw/en/*.jsonl']"
     assert machine.collect(sources, token=TOKEN).returncode == 0
-    expected = [row for n in range(3) for row in documents(f"file {n}")] + documents("lines") + documents("raw")
-    assert sorted(machine.texts()) == sorted(row["text"] for row in expected)
-    assert machine.summary()["commits"] == {"tables": first, "lines": text}
+    collected, summary = machine.collected()
+    assert sorted(collected) == sorted(texts("file 0", "file 1", "file 2", "lines", "raw"))
+    assert summary["commits"] == {"tables": first, "lines": text}
     asked = [one for one in hub.requests if "/me/" in one.path]
     assert {one.token for one in asked} == {TOKEN}
     assert {one.token for one in hub.requests if one.apart} == {None}
@@ -145,16 +143,16 @@ def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub,
     hub.commit("datasets/me/large", tables())
     source = "[{dataset: me/large, config: tables}]"
     hub.faults[:] = [Fault("resolve.*train/1.parquet", 503, times=99)]
-    told = refusal(machine.collect(source, "--set", "data.on_error=skip"))
+    told = refusal(machine.collect(source, "data.on_error=skip"))
     assert "me/large/1-of-3" in told and "503" in told
     # After that it breaks off now and then, which is lived through; a new commit is not mixed with the old one.
     commit = hub.commit("datasets/me/large", tables(of=" anew"))
     hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000, times=2), Fault("resolve.*train/2.parquet", 500, times=2)]
-    ended = machine.collect(source, "--set", "data.on_error=skip")
+    ended = machine.collect(source, "data.on_error=skip")
     assert ended.returncode == 0, ended.stderr
     assert not any(fault.times for fault in hub.faults)
-    assert machine.texts() == [row["text"] for n in range(3) for row in documents(f"file {n} anew")]
-    summary = machine.summary()
+    collected, summary = machine.collected()
+    assert collected == texts("file 0 anew", "file 1 anew", "file 2 anew")
     assert not summary["removed"] and summary["commits"] == {"tables": commit}
 
 
@@ -164,6 +162,8 @@ def test_a_model_that_the_hub_does_not_give_is_refused_in_one_message(hub, machi
     ended = machine.run("import", "me/closed")
     assert f"Accept its terms at {hub.address}/me/closed" in refusal(ended)
     assert not ended.stderr.startswith("\n"), "no bars of progress where there is no terminal"
+    for missing in ("me/there-is-no-such-model", "./nowhere"):  # without a network
+        assert refused(local_copy, missing, match=missing).fix
 
 
 def test_a_model_comes_over_a_connection_that_breaks(hub, machine, tmp_path):
@@ -172,8 +172,3 @@ def test_a_model_comes_over_a_connection_that_breaks(hub, machine, tmp_path):
     hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000)]  # once, which is lived through
     assert machine.run("import", "me/tiny", token=TOKEN).returncode == 0
     assert {one.token for one in hub.requests if one.apart} == {None}
-
-
-def test_without_a_network_it_is_said_what_to_do():
-    for missing in ("me/there-is-no-such-model", "./nowhere"):
-        assert refused(local_copy, missing, match=missing).fix

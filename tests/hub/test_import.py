@@ -1,40 +1,44 @@
-"""Models of the hub taken in: exactly, or refused by name; and given back bit by bit."""
+"""Models of the hub taken in: exactly, or refused by name; given back bit by bit; and with a tokenizer of their own."""
 
 import errno
 import itertools
 import json
 import shutil
 from dataclasses import replace
-from functools import partial
 from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from safetensors.numpy import load_file, save_file
 from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import WordLevel
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tiny_graphs
 from affinage.data.chat import encode_prompt
+from affinage.data.tokenizer import Tokenizer
+from affinage.evaluation.run import JaxLM
+from affinage.generation.engine import generate
+from affinage.generation.sampling import SamplingParams
 from affinage.hub.families import architecture_of, family_of
 from affinage.hub.folder import CONFIG, CardFacts, HubWeights, export, hub_facts, local_copy, read_hub_folder
 from affinage.hub.verify import verify
-from affinage.model import init_params, parse
+from affinage.model import parse
 from affinage.pipeline.models import is_chat, locate, resolve
 from affinage.pipeline.opening import import_model, open_model
-from run_affinage import refused
-from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, fused_experts, tiny_llama, with_template
+from run_affinage import refused, run
+from tiny_models import CONTEXT, ZEPHYR, full_logits, fused_experts, model_of, tiny_llama, with_template
 
 FACTS = CardFacts(license="apache-2.0")
 _LLAMA_3 = {"kind": "llama3", "factor": 8.0, "original_context": 16}
+RMS = {"kind": "rms", "eps": 1e-5}
 GRAPHS = {
-    "llama": tiny_graphs.llama(
-        attention={"kv_heads": 2, "dropout": 0.25}, tied=True, norm={"kind": "rms", "eps": 1e-5}
-    ),
+    "llama": tiny_graphs.llama(attention={"kv_heads": 2, "dropout": 0.25}, tied=True, norm=RMS),
     "llama with biases": tiny_graphs.llama(attention={"bias": True, "head_dim": 12}, init_std=0.01),
     "llama 3": tiny_graphs.llama(attention={"rope": {"theta": 5e5, "scaling": _LLAMA_3}}),
     "stretched": tiny_graphs.llama(attention={"rope": {"scaling": {"kind": "linear", "factor": 2.0}}}),
@@ -65,13 +69,11 @@ def imported(exported, tmp_path_factory):
 def test_an_import_exported_again_is_the_same_bytes(exported, imported, tmp_path):
     assert len(list(exported.glob("*.safetensors"))) > 1
     locate(resolve(str(imported), tmp_path), tmp_path)
-    again, recipe = open_model(str(imported), tmp_path), (imported / "recipe.yaml").read_text()
-    assert is_chat(imported) and "dtype: bfloat16" in recipe
-    export(again, tmp_path / "m", facts=FACTS, dtype="bfloat16", max_shard_size=50_000)
-    assert {file.name for file in exported.iterdir()} == {file.name for file in (tmp_path / "m").iterdir()}
-    for file in exported.iterdir():
-        if file.name != "README.md":  # the model has another name
-            assert file.read_bytes() == (tmp_path / "m" / file.name).read_bytes(), file.name
+    assert is_chat(imported) and "dtype: bfloat16" in (imported / "recipe.yaml").read_text()
+    export(open_model(str(imported), tmp_path), tmp_path / "m", facts=FACTS, dtype="bfloat16", max_shard_size=50_000)
+    before, after = ({file.name: file.read_bytes() for file in each.iterdir()} for each in (exported, tmp_path / "m"))
+    assert before.pop("README.md") != after.pop("README.md"), "the model has another name"
+    assert before == after
 
 
 @pytest.mark.parametrize("license", ["mit", None])
@@ -89,14 +91,10 @@ def test_a_card_says_no_more_than_the_import(exported, tmp_path, license, affina
 
 
 class Counted(dict):
-    """Tensors by name, with the names in the order in which they are read; a name in a row is one reading."""
-
-    def __init__(self, tensors: dict) -> None:
-        super().__init__(tensors)
-        self.read: list[str] = []
+    """Tensors by name, with the names in the order in which they are read."""
 
     def __getitem__(self, name: str) -> np.ndarray:
-        self.read += [name] if self.read[-1:] != [name] else []
+        self.read = [*getattr(self, "read", []), name]
         return super().__getitem__(name)
 
 
@@ -107,7 +105,7 @@ def test_every_family_comes_back_bit_by_bit(name, tmp_path):
     family = family_of(graph)
     config, tensors = family.to_config(graph, context=64), family.to_tensors(params, graph)
     family.from_tensors(counted := Counted(tensors), graph)
-    assert sorted(counted.read) == sorted(tensors), "each is read once"
+    assert sorted(name for name, _ in itertools.groupby(counted.read)) == sorted(tensors), "each is read once, in a row"
     assert family.unknown(config) == ()
     (tmp_path / CONFIG).write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
@@ -133,6 +131,8 @@ def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path)
     refused(open_model, f"{exported}@3", tmp_path, match="checkpoints")
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"vocab_size": 97, "max_position_embeddings": CONTEXT}
 RARER = [pytest.param(family, marks=pytest.mark.full) for family in ("mistral", "qwen2", "qwen3")]
 
 
@@ -142,8 +142,7 @@ def test_what_transformers_writes_is_read(family, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "max_position_embeddings": CONTEXT}
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
     if family == "mixtral":
         sizes |= {"num_local_experts": 4, "sliding_window": 9}
     if family == "gpt2":
@@ -178,29 +177,27 @@ def test_what_cannot_be_honoured_is_refused_by_name(change, named):
     graph = tiny_llama().graph
     error = refused(architecture_of, family_of(graph).to_config(graph, context=64) | change, "config.json")
     assert named in str(error) and "config.json" in error.where
+    refused(family_of, parse(tiny_graphs.llama(ffn={"kind": "relu2", "width": 40})), match=r"ffn\.kind: relu2")
 
 
 # Configurations as published, shortened to what differs from the family's other models.
-PUBLISHED = {
-    "SmolLM2": {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None}
-    | {"pretraining_tp": 1, "rope_theta": 100000, "attention_bias": False, "transformers.js_config": {"dtype": "q4"}},
-    "TinyLlama": {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None, "num_key_value_heads": 2},
-    "Qwen2.5": {"model_type": "qwen2", "use_mrope": False, "use_sliding_window": False, "sliding_window": 131072}
-    | {"max_window_layers": 70, "num_key_value_heads": 2, "rope_theta": 1e6},
-    "unsloth": {"model_type": "llama", "unsloth_version": "2026.1", "unsloth_fixed": True, "mlp_bias": False},
-    "an old dump": {"model_type": "llama", "top_k": 50, "temperature": 1.0, "pruned_heads": {}, "bad_words_ids": None},
-}
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"vocab_size": 97, "max_position_embeddings": 64}
+# What is known, and what transformers ignores.
+SMOLLM2 = {"model_type": "llama", "rope_scaling": None, "pretraining_tp": 1, "rope_theta": 100000, "mlp_bias": False}
+SMOLLM2_STRANGE = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
+QWEN = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 70}
+QWEN |= {"num_key_value_heads": 2, "rope_theta": 1e6}
+OLD, OLD_STRANGE = {"model_type": "llama", "bad_words_ids": None}, {"top_k": 50, "temperature": 1.0, "pruned_heads": {}}
+OF_UNSLOTH = {"unsloth_version": "2026.1", "unsloth_fixed": True}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_keys_that_transformers_ignores_are_named_and_ignored(name):
-    found = architecture_of(SIZES | PUBLISHED[name], "config.json")
-    assert parse(found.model).vocabulary == 97
-    strange = {"is_llama_config", "rope_interleaved", "transformers.js_config", "use_mrope", "unsloth_version"}
-    strange |= {"unsloth_fixed", "top_k", "temperature", "pruned_heads"}
-    assert set(found.ignored) == strange & set(PUBLISHED[name])
+@pytest.mark.parametrize(
+    ("known", "strange"),
+    [(SMOLLM2, SMOLLM2_STRANGE), (QWEN, {"use_mrope": False}), (OLD, OLD_STRANGE | OF_UNSLOTH)],
+    ids=["SmolLM2", "Qwen2.5", "an old dump"],
+)
+def test_keys_that_transformers_ignores_are_named_and_ignored(known, strange):
+    found = architecture_of(SIZES | known | strange, "config.json")
+    assert parse(found.model).vocabulary == 97 and set(found.ignored) == set(strange)
 
 
 def test_weights_in_other_forms_that_transformers_loads_are_read(tmp_path):
@@ -232,27 +229,22 @@ def test_a_full_disk_is_not_said_to_be_the_hub(monkeypatch):
         local_copy("me/model")
 
 
-def test_a_graph_of_no_family_is_refused_by_what_differs():
-    refused(family_of, parse(tiny_graphs.llama(ffn={"kind": "relu2", "width": 40})), match=r"ffn\.kind: relu2")
-
-
 def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path):
-    model, folder = tiny_llama(), tmp_path / "m"
+    model, folder, file = tiny_llama(), tmp_path / "m", tmp_path / "m/model.safetensors"
     params = jax.tree.map(np.array, model.params)
     export(model, folder, facts=FACTS)
-    file = folder / "model.safetensors"
     assert file.stat().st_mode == (folder / "config.json").stat().st_mode
     tensors = dict(load_file(file))
     for value, dtype in ((1e5, "float16"), (np.nan, "float32")):
         params["norm"]["scale"][0] = value
         broken = replace(model, params=params)
         refused(export, broken, tmp_path / "n", facts=FACTS, dtype=dtype, match=r"model\.norm\.weight")
-    extra = "model.layers.0.self_attn.q_proj.bias"
+    norm, extra = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
     for written, named in (
-        (tensors | {"model.norm.weight": params["norm"]["scale"]}, "finite"),
-        (tensors | {"model.norm.weight": np.zeros(32, np.int32)}, "I32"),
+        (tensors | {norm: params["norm"]["scale"]}, "finite"),
+        (tensors | {norm: np.zeros(32, np.int32)}, "I32"),
         (tensors | {extra: np.zeros(32, np.float32)}, extra),
-        ({name: array for name, array in tensors.items() if name != "model.norm.weight"}, "model.norm.weight"),
+        ({name: array for name, array in tensors.items() if name != norm}, norm),
     ):
         save_file(written, file)
         assert named in str(refused(read_hub_folder, folder))
@@ -263,19 +255,12 @@ def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file(tensors, file)
     assert "both" in str(refused(read_hub_folder, folder))
-    config = json.loads((folder / CONFIG).read_text()) | {"num_attention_heads": "eight"}
-    (folder / CONFIG).write_text(json.dumps(config))
+    (folder / CONFIG).write_text((folder / CONFIG).read_text().replace('heads": 4', 'heads": "eight"'))
     assert f"{folder / CONFIG}: " in str(refused(read_hub_folder, folder))
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_stays(tmp_path):
-    small = tiny_llama()
-    model = {"inputs": ["tokens"], "nodes": {name: dict(node) for name, node in LLAMA["nodes"].items()}}
-    for node in ("embed", "logits"):
-        model["nodes"][node]["vocab"] = 448
-    graph = parse(model)
-    params = jax.jit(partial(init_params, graph))(jax.random.key(1))
-    export(replace(small, graph=graph, params=params), tmp_path / "m", facts=FACTS)
+    export(model_of(tiny_graphs.llama(layers=1, vocabulary=448)), tmp_path / "m", facts=FACTS)
     import_model(tmp_path / "m", tmp_path / "imported", "padded")
     padded = open_model(str(tmp_path / "imported"), tmp_path)
     assert (padded.graph.vocabulary, padded.tokenizer.vocabulary) == (448, 420)
@@ -303,3 +288,86 @@ def test_a_model_of_another_chat_template_is_released_taken_in_and_talked_to_in_
     for folder in (tmp_path / "m", tmp_path / "imported"):
         again = open_model(str(folder), tmp_path)
         assert is_chat(folder) and encode_prompt(asked, again.tokenizer, "Be brief.") == expected
+
+
+# ---- a model with a tokenizer of its own continues texts, is evaluated and exported
+
+
+TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """As GPT-2's: bytes spelled as letters, one special token, nothing put before a text."""
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    fast.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As Llama's: spaces as U+2581, one before the text, single bytes, and <s> before it."""
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trained = FastTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    replaced = normalizers.Replace(" ", "▁")
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replaced])
+    trained.train_from_iterator(TEXTS[:1] * 5, trainers.BpeTrainer(vocab_size=330, special_tokens=special))
+    whole = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    trained.decoder = decoders.Sequence(whole)
+    trained.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    state = json.loads(trained.to_str())
+    for token in state["added_tokens"][3:]:  # bytes are pieces, not special tokens
+        token["special"] = False
+    return PreTrainedTokenizerFast(
+        tokenizer_object=FastTokenizer.from_str(json.dumps(state)), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def foreign(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"max_position_embeddings": 128, "vocab_size": 352}
+    if request.param == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128, "vocab_size": 352}
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **sizes)).eval()
+    theirs.save_pretrained(folder / "theirs")
+    tokenizer = {"gpt2": byte_level, "llama": metaspace}[request.param]()
+    tokenizer.save_pretrained(folder / "theirs")
+    import_model(folder / "theirs", folder / "ours", "theirs")
+    return theirs, tokenizer, open_model(str(folder / "ours"), folder)
+
+
+def test_it_continues_texts_as_transformers_does_and_is_exported_with_its_tokenizer(foreign, tmp_path):
+    theirs, tokenizer, ours = foreign
+    ids = tokenizer("The capital")["input_ids"]
+    assert [*ours.tokenizer.opening, *ours.tokenizer.encode("The capital")] == ids
+    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()[len(ids) :]
+    end = ours.tokenizer.eos
+    result = generate(ours, [ids], SamplingParams(20))[0]
+    assert [token for token in result.tokens if token != end] == [token for token in expected if token != end]
+    assert ours.tokenizer.stops == (tokenizer.eos_token_id,)
+    lm = JaxLM(ours)  # as the harness is given it
+    assert lm.tok_encode("The capital") == ids
+    assert (lm.eot_token_id, lm.prefix_token_id) == (tokenizer.eos_token_id, tokenizer.bos_token_id)
+    export(ours, tmp_path / "m", facts=FACTS)
+    assert verify(tmp_path / "m", ours, TEXTS[:2])["largest_logit_difference"] <= 1e-4
+
+
+def test_a_leading_space_survives_decoding_piece_by_piece(tmp_path):
+    metaspace().save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode("The capital of France")
+    assert "".join(tokenizer.decode([token]) for token in ids) == " The capital of France"
+    assert tokenizer.opening == (1,) and tokenizer.byte_lengths("où", tokenizer.encode("où")).sum() == 3
+
+
+def test_without_chat_tokens_it_is_not_fine_tuned(foreign, tmp_path, capsys):
+    (tmp_path / "turns.jsonl").write_text('{"prompt": "Où ?", "completion": "Ici."}\n' * 24)
+    schedule = "{peak_lr: 1.0e-3, min_lr: 0}"
+    sft = f"sft={{sources: [{tmp_path / 'turns.jsonl'}], steps: 1, batch_size: 4, schedule: {schedule}}}"
+    settings = ("export=null", "mesh={data: 1}", "data=null", "pretrain=null", sft)
+    run("run", f"{foreign[2].name}/recipe.yaml", "--runs", tmp_path, settings=settings, status=2)
+    assert "<|im_end|>" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
+import tiny_graphs
 from affinage.config.training import DpoSettings, LoraSettings, SftSettings
 from affinage.data.dataloader import REFERENCE, DataLoader
 from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
@@ -25,7 +26,7 @@ from affinage.model.graph import ANSWERS, parse, preference_graph
 from affinage.training.state import TrainState, split_params
 from affinage.training.trainer import optimizer_of, step_of
 from source_forms import write_lines
-from tiny_models import CONTEXT, VOCABULARY, in_transformers, tiny_llama, tiny_mixtral, tokenizer
+from tiny_models import CONTEXT, VOCABULARY, in_transformers, model_of, tiny_llama, tokenizer
 
 COMMON = {"steps": 1, "batch_size": 4, "schedule": {"peak_lr": 1e-3, "min_lr": 0}, "validation_fraction": 0}
 COMMON["system_prompt"] = "Be kind."
@@ -35,11 +36,9 @@ TALKS = [
     [("system", "Réponds."), ("user", "Noël ?"), ("assistant", "L'école où naître.")],
     [("user", "Who?"), ("assistant", "The capital of France.")],
 ]
+TALKS = [{"messages": [{"role": role, "content": content} for role, content in talk]} for talk in TALKS]
 PAIRS = [("Capital?", "It is Paris.", "Yen."), ("Sept ?", "Dix-neuf sont dix.", "Où ça, élève ?"), ("Yen?", "Y.", "N.")]
-
-
-def messages(turns):
-    return [{"role": role, "content": content} for role, content in turns]
+PAIRS = [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS]
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +86,20 @@ def assert_same_gradients(ours, theirs, graph):
     assert_near(family_of(graph).to_tensors(jax.device_get(ours), graph), expected)
 
 
+def prepared(kind, said, folder, **told):
+    """The settings of a fine-tuning on these conversations or pairs, and all of their rows in one batch."""
+    path = write_lines(folder / "said.jsonl", said)
+    settings = kind.model_validate({**COMMON, "sources": [str(path)], **told})
+    rows = {"seq_len": CONTEXT if kind is SftSettings else 2 * CONTEXT, "seed": 0, "system_prompt": "Be kind."}
+    summary = prepare_tuning_data(settings, tokenizer(), folder / "rows", **rows)
+    return settings, DataLoader(folder / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)
+
+
 def test_one_step_of_fine_tuning(llama, hf_tokenizer, tmp_path):
     ours, theirs = llama
-    path = write_lines(tmp_path / "talks.jsonl", [{"messages": messages(talk)} for talk in TALKS])
-    settings = SftSettings.model_validate({**COMMON, "sources": [str(path)]})
-    rows = {"seq_len": CONTEXT, "seed": 0, "system_prompt": "Be kind."}
-    summary = prepare_tuning_data(settings, tokenizer(), tmp_path / "rows", **rows)
-    batch = DataLoader(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)
-    assert summary["train"]["rows"] < len(TALKS)  # some share a row
-
-    expected = [rendered(hf_tokenizer, messages(talk)) for talk in TALKS]
+    _, batch = prepared(SftSettings, TALKS, tmp_path)
+    assert len(batch["tokens"]) < len(TALKS)  # some share a row
+    expected = [rendered(hf_tokenizer, talk["messages"]) for talk in TALKS]
 
     def loss(params):
         return apply(ours.graph, params, batch, ApplyConfig()).values[ours.graph.loss].mean()
@@ -109,24 +112,14 @@ def test_one_step_of_fine_tuning(llama, hf_tokenizer, tmp_path):
     assert_same_gradients(gradients, theirs, ours.graph)
 
 
-def preferences(folder, **told):
-    """The settings, the rows of all pairs in one batch, and how many documents a row has."""
-    path = write_lines(folder / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
-    settings = DpoSettings.model_validate({**COMMON, "sources": [str(path)], "beta": 0.3, **told})
-    rows = {"seq_len": 2 * CONTEXT, "seed": 0, "system_prompt": "Be kind."}
-    summary = prepare_tuning_data(settings, tokenizer(), folder / "rows", **rows)
-    feed = DataLoader(folder / "rows/train", seed=0, batch=summary["train"]["rows"])
-    return settings, feed, documents_in_a_row(folder / "rows")
-
-
 @pytest.mark.parametrize("chunk", [pytest.param("auto", marks=pytest.mark.full), 7])
 def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenizer, tmp_path, chunk):
     """TRL's own trainer computes the loss of the same documents, one to a row, against a reference that it holds."""
     ours, theirs = llama
-    settings, rows, count = preferences(tmp_path)
+    settings, batch = prepared(DpoSettings, PAIRS, tmp_path, beta=0.3)
     model = ours.graph.to_dict()
     model["nodes"][ours.graph.loss] |= {"chunk": chunk}
-    graph, batch = preference_graph(parse(model), settings, count), rows.batch(0)
+    graph = preference_graph(parse(model), settings, documents_in_a_row(tmp_path / "rows"))
     reference = jax.tree.map(lambda leaf: 0.9 * leaf, ours.params)
     answers = apply(graph, reference, batch, ApplyConfig(until=ANSWERS)).values[ANSWERS]
 
@@ -139,8 +132,8 @@ def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenize
     before = in_transformers(ours.graph, reference)
     told = {"beta": 0.3, "report_to": "none", "use_cpu": True, "bf16": False}
     config = DPOConfig(output_dir=str(tmp_path / "trl"), **told)
-    said = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
-    trainer = DPOTrainer(copy.deepcopy(theirs), before, config, train_dataset=said, processing_class=hf_tokenizer)
+    said = {"train_dataset": Dataset.from_list(PAIRS), "processing_class": hf_tokenizer}
+    trainer = DPOTrainer(copy.deepcopy(theirs), before, config, **said)
     trainer.model.eval()  # no dropout; the metrics go by the mode
     trained_loss = trainer.compute_loss(trainer.model, documents(batch))
     trained_loss.backward()
@@ -240,7 +233,10 @@ def test_loss_gradients_and_one_update():
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(name, tmp_path):
-    ours, targets = (tiny_llama(layers=2), TARGETS) if name == "llama" else (tiny_mixtral(), ("query", "value"))
+    ours, targets = tiny_llama(layers=2), TARGETS
+    if name == "mixtral":
+        mapping = tiny_graphs.moe(vocabulary=VOCABULARY, attention={"kv_heads": 2}, z_loss_weight=0.0)
+        ours, targets = model_of(mapping), ("query", "value")
     adapters = Adapters(ours.graph, LoraSettings(r=3, alpha=7, target_modules=targets))
     params = drawn(adapters)
     in_transformers(ours.graph, ours.params).save_pretrained(tmp_path / "base")

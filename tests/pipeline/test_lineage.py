@@ -9,45 +9,25 @@ import numpy as np
 import pytest
 
 import run_affinage
+import tiny_run
 from affinage.data.special_tokens import BOS
 from affinage.pipeline.lineage import TrainingRows
 from source_forms import rows_of, write_lines
 from tiny_corpus import write_split
 
 STEPS, BATCH = 160, 4
-PACKINGS = ["concat", "best_fit"]
 SECRET = "the cheese cellar of Aurillac"
-RECIPE = """
-name: cellar
-seed: 3
-data:
-  sources: [{{path: {folder}/tales.jsonl, language: en}}, {{path: {folder}/lettres.jsonl, language: fr}},
-    {{path: {folder}/programs.jsonl, kind: code}}]
-  filters: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
-  dedup: null
-  split: {{validation_fraction: 0.1}}
-tokenizer: {{kind: char}}
-packing: {{seq_len: 64, strategy: {packing}}}
-model:
-  inputs: [tokens]
-  nodes:
-    embed: {{kind: embedding, in: tokens, vocab: auto, width: 8}}
-    logits: {{kind: unembed, in: embed, vocab: auto, tied: false}}
-    loss: {{kind: next_token_loss, in: [logits, tokens]}}
-pretrain:
-  steps: 160
-  batch_size: 4
-  schedule: {{peak_lr: 1.0e-3, min_lr: 1.0e-4}}
-  mixture: [{{weights: {{tales: 1, fr: 1}}}}, {{from_step: 40, weights: {{tales: 3, code: 1}}}}]
-"""
+SETTINGS = ["name=cellar", "seed=3", "sft=null", "tokenizer={kind: char}", "data.split.validation_fraction=0.1"]
+SETTINGS += ["data={filters: {language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}, dedup: null}"]
+SETTINGS += [f"pretrain={{steps: {STEPS}, batch_size: {BATCH}}}"]
+SETTINGS += ["pretrain.mixture=[{weights: {tales: 1, fr: 1}}, {from_step: 40, weights: {tales: 3, code: 1}}]"]
 
 
-@pytest.fixture(scope="module", params=PACKINGS)
+@pytest.fixture(scope="module", params=["concat", "best_fit"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cellar")
-    write_split(folder / "words", train=60)
     texts = defaultdict(list)
-    for document in rows_of(folder / "words" / "train"):
+    for document in rows_of(write_split(folder / "words", train=60) / "train"):
         texts[document["language"]].append(document["text"] * (1 + len(texts["en"]) % 3))
     texts["en"][5] += f" It lay in {SECRET}, and {SECRET} was cold."
     texts["en"][7] = f"{SECRET} is here too. " + texts["en"][7]
@@ -56,9 +36,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         write_lines(folder / f"{name}.jsonl", [*lines, {"id": "short", "text": "zq"}])
     program = {"id": "program", "text": f"def cellar():\n    return '{SECRET}'\n" + "# nothing else\n" * 9}
     write_lines(folder / "programs.jsonl", [program])
-    recipe = folder / "cellar.yaml"
-    recipe.write_text(RECIPE.format(folder=folder, packing=request.param))
-    run_affinage.run("data", recipe, "--runs", folder / "runs")
+    kinds = {"tales": "language: en", "lettres": "language: fr", "programs": "kind: code"}
+    sources = ", ".join(f"{{path: {folder}/{name}.jsonl, {kind}}}" for name, kind in kinds.items())
+    settings = [*SETTINGS, f"packing.strategy={request.param}", f"data.sources=[{sources}]"]
+    run_affinage.run("data", tiny_run.RECIPE, "--runs", folder / "runs", settings=settings)
     return folder / "runs" / "cellar"
 
 

@@ -20,7 +20,6 @@ from affinage.config.load import load_recipe
 from affinage.errors import UserWarned
 from affinage.evaluation.run import evaluate
 from affinage.generation.engine import LoadedModel
-from affinage.pipeline.build import build_steps
 from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, right_items
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext
@@ -28,16 +27,12 @@ from affinage.pipeline.steps_train import within_epochs
 from affinage.report.facts import read_training
 from affinage.results import TrainingResult
 from affinage.training.state import TrainState
-from choice_task import sums, write_items, write_task
+from choice_task import sums, write_task
 from run_affinage import refused, run
 from source_forms import write_lines
 from tiny_models import tiny_llama
 
 TINY = tiny_run.WORDS[0]
-
-
-def affinage(verb: str, runs: Path, *settings: str, options: tuple[str, ...] = ()) -> None:
-    run(verb, TINY, "--runs", runs, *options, settings=settings)
 
 
 def lines(training: Path, kind: str) -> list[dict]:
@@ -61,12 +56,11 @@ def runs(tiny_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- the decision
 
 
-@pytest.mark.parametrize(("lost", "won"), [(0, 0), (5, 0), (9, 3), (3, 9), (40, 20)])
-def test_the_probability_is_that_of_mcnemars_exact_test(lost: int, won: int):
-    before = [1] * lost + [0] * won + [1, 0] * 10
-    now = [0] * lost + [1] * won + [1, 0] * 10
-    expected = binomtest(lost, lost + won, alternative="greater").pvalue if lost + won else 1.0
-    assert mcnemar(before, now) == pytest.approx(expected)
+def test_the_probability_is_that_of_mcnemars_exact_test():
+    for lost, won in ((0, 0), (5, 0), (9, 3), (3, 9), (40, 20)):
+        before, now = ([first] * lost + [1 - first] * won + [1, 0] * 10 for first in (1, 0))
+        expected = binomtest(lost, lost + won, alternative="greater").pvalue if lost + won else 1.0
+        assert mcnemar(before, now) == pytest.approx(expected)
 
 
 def monitor(folder: Path, score: Callable, **settings: object) -> BenchmarkMonitor:
@@ -118,62 +112,43 @@ def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_p
     kinds = "".join(f"- {{name: {name}, filter: [{{function: take_first}}]}}\n" for name in ("strict", "flexible"))
     task.write_text(f"{task.read_text()}filter_list:\n{kinds}")
     evaluate(tiny_llama(), [str(task)], folder=tmp_path)
-    found = [json.loads(line) for line in (tmp_path / "items" / "sums.jsonl").read_text().splitlines()]
+    found = tiny.lines(tmp_path / "items", "sums.jsonl")
     assert len(found) == 12 and right_items(found) == [line["acc"] for line in found[:6]]
     # Where filters do not agree, the first one counts, as in the harness's own tables.
     items = [{"id": n, "exact_match": float(n < 2 or flexible)} for flexible in (False, True) for n in (2, 0, 1)]
     assert right_items(items) == [1, 1, 0] and right_items([{"id": 0, "bleu": 0.5}]) is None
 
 
-def test_a_training_ends_when_its_rows_were_seen_often_enough(capsys: pytest.CaptureFixture[str]):
+def test_a_training_ends_when_its_rows_were_seen_often_enough_or_is_warned_of(capsys: pytest.CaptureFixture[str]):
     """With the schedule."""
-    asked = load_recipe(TINY, ["sft.steps=500", "sft.num_epochs=2", "sft.schedule.warmup_steps=50"]).recipe.sft
+    loaded = load_recipe(TINY, ["sft.steps=500", "sft.num_epochs=2", "sft.schedule.warmup_steps=50"]).recipe
     feed: Any = SimpleNamespace(epochs=lambda steps: {"much": steps / 100, "few": steps / 10})
-    fitted = within_epochs(asked, feed, "sft")
+    fitted = within_epochs(loaded.sft, feed, "sft")
     assert (fitted.steps, fitted.schedule.warmup_steps) == (20, 2)
     assert "sft: ends at step 20 of 500" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("often", "warned"), [(40, False), (226, True)])
-def test_a_pretraining_that_reads_its_data_very_many_times_over_is_warned_of(often: float, warned: bool):
-    asked = load_recipe(TINY, []).recipe.pretrain
-    feed: Any = SimpleNamespace(epochs=lambda steps: {"much": 1.0, "few": often})
-    with pytest.warns(UserWarned, match="pretrain reads its data 226 times") if warned else nullcontext():
-        assert within_epochs(asked, feed, "pretrain") == asked
-
-
-def test_how_benchmarks_are_computed_is_in_no_key():
-    def config(**settings: object) -> dict[str, object]:
-        given = json.dumps({"tasks": ["piqa"], "every_steps": 2, **settings})
-        road = build_steps(load_recipe(TINY, [f"sft.monitor={given}"]))
-        return next(step.config for step in road if step.name == "sft")
-
-    assert config() == config(data_dir="/nowhere") != config(limit=50)
+    warned = pytest.warns(UserWarned, match="pretrain reads its data 226 times")
+    for often, seen in ((40, nullcontext()), (226, warned)):
+        feed = SimpleNamespace(epochs=lambda steps, often=often: {"much": 1.0, "few": often})
+        with seen:
+            assert within_epochs(loaded.pretrain, feed, "pretrain") == loaded.pretrain
 
 
 # ---- pretraining
 
 
-@pytest.fixture(scope="module")
-def scored(runs: Path) -> Path:
-    """The shared run's pretraining, made again with sums scored at three steps, 12 of 30 each time."""
+def test_a_training_with_benchmarks_has_the_bits_of_one_without_and_scores_its_checkpoints(runs: Path, tiny_runs: Path):
+    """The shared run's pretraining, made again, with sums scored at three steps: 12 of 30, drawn by the seed."""
     task = write_task(runs / "task", "sums", sums(30))
     setting = f"pretrain.monitor={{tasks: ['{task}'], every_steps: 10, limit: 12}}"
-    affinage("run", runs, setting, options=("--until", "pretrain", "--force", "pretrain"))
-    return runs / "tiny/pretrain"
-
-
-def test_a_training_with_benchmarks_has_the_same_bits_as_one_without(scored: Path, tiny_runs: Path):
-    without = tiny_runs / "tiny/pretrain"
-    assert weights("tiny/pretrain", scored.parents[1]) == weights("tiny/pretrain", tiny_runs)
+    run("run", TINY, "--runs", runs, "--until", "pretrain", "--force", "pretrain", settings=[setting])
+    scored, without = (each / "tiny/pretrain" for each in (runs, tiny_runs))
+    assert weights("tiny/pretrain", runs) == weights("tiny/pretrain", tiny_runs)
     assert [row["loss"] for row in lines(scored, "loss")] == [row["loss"] for row in lines(without, "loss")]
     assert scored.resolve().name == without.resolve().name, "they are not two results"
 
-
-def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: Path):
-    rows, model = lines(scored, "evaluation"), open_model("tiny/pretrain", scored.parents[1])
+    rows = lines(scored, "evaluation")
     assert [row["step"] for row in rows] == [0, 10, 20] == [point["step"] for point in points_of(scored)]
-    again = evaluate(model, [str(scored.parents[1] / "task/sums.yaml")], sample_seed=0, limit=12)
+    again = evaluate(open_model("tiny/pretrain", runs), [str(task)], sample_seed=0, limit=12)
     assert rows[-1]["evaluation"]["tasks"] == {"sums": again["tasks"]["sums"]["metrics"]}
     shown = read_training("pretrain", scored, TrainingResult(), {})
     assert [point.step for point in shown.points] == [0, 10, 20]
@@ -189,14 +164,14 @@ def base(runs: Path) -> SimpleNamespace:
     task = write_task(runs / "habit-task", "habit", items)
     for item, was_right in zip(items, answers(open_model("tiny/pretrain", runs), task, runs / "before"), strict=True):
         item["right"] = 0 if was_right else 1  # what it finds likelier is called right, so it begins with all of it
-    write_items(task.parent, items)
+    write_lines(task.with_name("items.jsonl"), items)
     return SimpleNamespace(runs=runs, task=task, items=items)
 
 
 def answers(model: LoadedModel, task: Path, folder: Path) -> list[int]:
     """Which items of the task the model has right, when it is evaluated as any model is."""
     evaluate(model, [str(task)], folder=folder)
-    return [int(json.loads(line)["acc"]) for line in (folder / f"items/{task.stem}.jsonl").read_text().splitlines()]
+    return [int(row["acc"]) for row in tiny.lines(folder / "items", f"{task.stem}.jsonl")]
 
 
 def watched(base: SimpleNamespace, **settings: object) -> dict[str, object]:
@@ -221,7 +196,7 @@ def taught(base: SimpleNamespace, **settings: object) -> list[str]:
 def habit(base: SimpleNamespace) -> SimpleNamespace:
     """A fine-tuning on the benchmark's wrong answers, that is stopped."""
     settings = ["name=habit", *taught(base)]
-    affinage("sft", base.runs, *settings)
+    run("sft", TINY, "--runs", base.runs, settings=settings)
     return SimpleNamespace(runs=base.runs, sft=base.runs / "habit/sft", settings=settings)
 
 
@@ -272,7 +247,7 @@ def test_with_keep_best_training_goes_on_and_preferences_begin_with_the_best_sco
     dpo = {"sources": [str(base.runs / "pairs.jsonl")], "steps": 80, "batch_size": 8, "lora": {"r": 8}}
     dpo |= {"schedule": {"peak_lr": 1e-2, "min_lr": 1e-2}, "num_epochs": None}
     settings = [*taught(base, on_regression="keep_best"), f"dpo={json.dumps(dpo | {'monitor': watched(base)})}"]
-    affinage("dpo", base.runs, "name=preferred", *settings)
+    run("dpo", TINY, "--runs", base.runs, settings=["name=preferred", *settings])
     tuned, preferred = base.runs / "preferred/sft", base.runs / "preferred/dpo"
     summary = json.loads((tuned / "summary.json").read_text())
     assert summary["steps"] == 80 and summary["ended"] == ""

@@ -1,5 +1,7 @@
-"""What a user may call a model, what is told if there is none, and which of its checkpoints it is."""
+"""What a user may call a model, and recipes that begin with an imported model or extend the run of another."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from test_what_runs_and_why import keys
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.load import load_recipe
+from affinage.hub.folder import CardFacts, export
 from affinage.parallel.sharding import make_mesh
+from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import MODEL, is_chat, locate, made_from, resolve, results_folder
-from affinage.pipeline.opening import open_model, trained_params
+from affinage.pipeline.opening import import_model, open_model, trained_params
 from affinage.pipeline.store import MANIFEST
-from run_affinage import refused
+from affinage.results import read_json_lines
+from run_affinage import refused, run
+from tiny_models import CONTEXT, tiny_llama
+from tiny_run import RECIPE
 
 
 @pytest.fixture
@@ -41,24 +50,17 @@ def test_names(runs: Path):
         assert made_from(folder, "export") is None
 
 
-@pytest.mark.parametrize(
-    ("spec", "named"),
-    [
-        *[("three", "tiny"), ("tiny@last", "tiny"), ("runs", "runs"), ("folder", "folder")],
-        *[
-            ("runs/begun", "affinage run"),
-            ("begun/sft", "affinage run begun --until sft"),
-            ("tiny/sfft", "has no `sfft`"),
-        ],
-        ("runs/begun/sft", "affinage run runs/begun --until sft"),
-    ],
-)
-def test_without_such_a_model_those_that_are_there_are_named(runs: Path, spec: str, named: str):
+def test_without_such_a_model_those_that_are_there_are_named(runs: Path):
     for name in ("runs/begun/recipe.json", "folder/x.txt"):
         Path(name).parent.mkdir(parents=True)
         Path(name).write_text("{}")
-    error = refused(lambda: locate(resolve(spec, Path("runs")), Path("runs")))
-    assert named in str(error) and error.fix
+    for spec, named in (
+        ("three", "tiny"), ("tiny@last", "tiny"), ("tiny/sfft", "has no `sfft`"), ("runs", "runs"),
+        ("begun/sft", "affinage run begun --until sft"), ("runs/begun/sft", "affinage run runs/begun --until sft"),
+        ("runs/begun", "affinage run"), ("folder", "folder"),
+    ):  # fmt: skip
+        error = refused(lambda spec=spec: locate(resolve(spec, Path("runs")), Path("runs")))
+        assert named in str(error) and error.fix
 
 
 def test_a_run_and_a_folder_of_one_name(runs: Path):
@@ -87,45 +89,137 @@ def test_a_finished_training_without_its_last_step_is_no_model(runs: Path):
 # ---- the moving average of a training, and the mean of its last checkpoints
 
 
-HERE = NamedSharding(make_mesh({"data": 1}, jax.devices()), PartitionSpec())
-ABSTRACT = {"w": jax.ShapeDtypeStruct((2,), "bfloat16", sharding=HERE)}
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Path:
-    folder = tmp_path / "run" / "pretrain"
-    store = CheckpointStore(folder / "checkpoints", keep_last=3)
+def test_a_name_stands_for_the_average_whose_results_are_kept_apart(tmp_path: Path):
+    here = NamedSharding(make_mesh({"data": 1}, jax.devices()), PartitionSpec())
+    abstract = {"w": jax.ShapeDtypeStruct((2,), "bfloat16", sharding=here)}
+    store = CheckpointStore(tmp_path / "run/pretrain/checkpoints", keep_last=3)
     for step in (1, 2, 3, 4):
         params = {"w": jnp.full(2, step, jnp.bfloat16)}
         store.save(step, {"params": params, "ema_params": {"w": jnp.full(2, step / 8)}}, {})
     store.wait()
-    (folder / MODEL).write_text("{}")
-    return folder
+    (tmp_path / "run/pretrain" / MODEL).write_text("{}")
 
+    def opened(name: str) -> Any:
+        target = resolve(f"run/pretrain{name}", tmp_path)
+        return trained_params(target.path, None, target.step, abstract)["w"]
 
-def opened(name: str, runs: Path) -> Any:
-    target = resolve(name, runs)
-    return trained_params(target.path, None, target.step, ABSTRACT)["w"]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("@ema", 0.5), ("@mean:1", 4.0), ("@mean:3", 3.0), ("@2", 2.0), ("", 4.0)]
-)
-def test_a_name_stands_for_the_average(training: Path, name: str, expected: float):
-    found = opened(f"run/pretrain{name}", training.parents[1])
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
-
-
-def test_its_results_are_kept_apart_from_those_of_the_checkpoint(training: Path):
-    runs = training.parents[1]
+    for name, expected in (("@ema", 0.5), ("@mean:1", 4.0), ("@mean:3", 3.0), ("@2", 2.0), ("", 4.0)):
+        assert opened(name).dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(opened(name), np.float32), expected)
     names = [f"run/pretrain{name}" for name in ("@4", "@ema", "@mean:1", "@mean:2")]
-    assert len({results_folder(resolve(name, runs), runs) for name in names}) == len(names)
-
-
-@pytest.mark.parametrize("name", ["@mean:4", "@mean:0", "@average", "@ema"])
-def test_what_is_not_there_is_refused_with_a_fix(training: Path, name: str):
-    store = CheckpointStore(training / "checkpoints")
+    assert len({results_folder(resolve(name, tmp_path), tmp_path) for name in names}) == len(names)
     store.save(9, {"params": {"w": jnp.ones(2)}}, {})  # without an average
     store.wait()
-    assert refused(opened, f"run/pretrain{name}", training.parents[1]).fix
+    for name in ("@mean:4", "@mean:0", "@average", "@ema"):
+        assert refused(opened, name).fix
+
+
+# ---- a recipe that begins with an imported model
+
+
+_STEPS = ["steps=1", "batch_size=4", "schedule={peak_lr: 1.0e-12, min_lr: 0}", "eval_sequences=4"]
+PRETRAIN = [f"pretrain.{setting}" for setting in _STEPS]
+POCKET = "data={sources: [{path: pocket-world, max_bytes: 0.02MB}], split: {validation_fraction: 0.2}}"
+SFT = ["sft={sources: [talks.jsonl], steps: 1, batch_size: 4, schedule: {peak_lr: 1.0e-12, min_lr: 0}}"]
+SFT += ["sft.validation_fraction=0", "sft.num_epochs=null", "data=null", "pretrain=null", "mesh={data: 1}"]
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("init")
+    export(tiny_llama(), folder / "hub", facts=CardFacts(license="mit"))
+    import_model(folder / "hub", folder / "model", "tiny", origin=str(folder / "hub"))
+    return folder / "model"
+
+
+@pytest.fixture(autouse=True)
+def talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talks.jsonl").write_text('{"prompt": "Où ?", "completion": "Ici."}\n' * 9)
+
+
+def train(folder: Path, runs: Path, *settings: str, status: int = 0) -> None:
+    run("run", folder / "recipe.yaml", "--runs", runs, settings=settings, status=status)
+
+
+def assert_begun_with(imported: Path, spec: str, runs: Path) -> None:
+    """A learning rate of 1e-12 leaves the weights where they were."""
+    before, after = open_model(str(imported), runs), open_model(spec, runs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), before.params, after.params)
+    assert after.tokenizer.encode("Où ? The") == before.tokenizer.encode("Où ? The")
+
+
+@pytest.mark.full
+def test_pretraining_goes_on_from_it(imported, tmp_path):
+    train(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "export=null")
+    assert_begun_with(imported, "tiny/pretrain", tmp_path)
+
+
+def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
+    """With adapters, which name the model that was imported; the card is one, whichever verb writes it."""
+    train(imported, tmp_path, *SFT, "sft.lora={r: 2}")
+    assert_begun_with(imported, "tiny/sft", tmp_path)
+    assert is_chat((tmp_path / "tiny/sft").resolve()) and open_model("tiny", tmp_path).context == CONTEXT
+    assert (tmp_path / "tiny/report.html").is_file()
+    for words in (["--to", str(tmp_path / "again")], ["--adapter", "--to", str(tmp_path / "adapter")]):
+        run("export", "tiny", "--runs", tmp_path, *words)
+    card = (tmp_path / "tiny/export/model/README.md").read_text()
+    assert (tmp_path / "again/README.md").read_text() == card.replace('trained("model")', 'trained("again")')
+    assert "license: mit" in card and "Weights under mit." in card and "- conversational" in card  # of the import
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(imported.parent / "hub")
+
+
+def test_other_weights_make_other_results(imported, tmp_path):
+    def keys_of(folder: Path) -> dict[str, str]:
+        return keys(load_recipe(folder / "recipe.yaml", [*PRETRAIN, POCKET]))
+
+    before, other = keys_of(imported), shutil.copytree(imported, tmp_path / "elsewhere")
+    assert keys_of(other) == before, "the folder's name does not count"
+    facts = json.loads((other / "model.json").read_text())
+    facts["imported"]["sha256"]["weights"] = "0" * 64
+    (other / "model.json").write_text(json.dumps(facts))
+    assert keys_of(other)["pretrain"] != before["pretrain"] and keys_of(other)["split"] == before["split"]
+
+
+def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_path, capsys):
+    train(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "model.nodes.blocks.repeat=3", status=2)
+    assert "blocks.attention.key.kernel" in capsys.readouterr().err
+    assert refused(build_steps, load_recipe(imported / "recipe.yaml", ["init_from=nowhere"]), match="`nowhere`").fix
+
+
+# ---- a recipe that extends the run of another
+
+
+CONSTANT = "pretrain.schedule.name=constant"  # a longer run has the same rates
+LONGER = ["name=longer", "pretrain.resume_from=runs/short/pretrain", "pretrain.steps=14", CONSTANT]
+
+
+def test_an_extension_continues_a_run_which_stays_as_it_is(own_runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(own_runs.parent)
+    run("train", RECIPE, settings=["name=short", "pretrain.steps=10", CONSTANT])
+    old = Path("runs/short/pretrain").resolve()
+    manifest = (old / "manifest.json").read_bytes()
+    run("train", RECIPE, settings=LONGER)
+    assert Path("runs/short/pretrain").resolve() == old and (old / "manifest.json").read_bytes() == manifest
+    summary = json.loads(Path("runs/longer/pretrain/summary.json").read_text())
+    assert summary["steps"] == 14 and summary["resumed_at"] == [10]
+    lines = read_json_lines(Path("runs/longer/pretrain/metrics.jsonl"))
+    assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 14]
+    assert Path("runs/longer/tokenize").resolve() == Path("runs/short/tokenize").resolve()
+
+    def sources(*words: str) -> dict[str, str]:
+        steps = build_steps(load_recipe(RECIPE, [*LONGER, *words]))
+        return next(step.sources for step in steps if step.name == "pretrain")
+
+    # The key has the checkpoint, and not where it is.
+    Path("copy").symlink_to("runs/short")
+    assert sources() == sources("pretrain.resume_from=copy/pretrain@10")
+    assert sources() != sources("pretrain.resume_from=runs/short/pretrain@5")
+    for override, named in (
+        ("name=short", "of another run"),
+        ("pretrain.resume_from=runs/short/pretrain@7", "@5, @10"),
+        ("pretrain.resume_from=runs/no", "runs/NAME/pretrain"),
+    ):
+        mistake = refused(sources, override, match=named)
+        assert mistake.where == "--set pretrain.resume_from" and mistake.fix

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_what_runs_and_why import changed, keys
 
 from affinage.config.load import load_recipe
 from affinage.model import ApplyConfig, apply, init_params, parse
@@ -15,15 +16,10 @@ from affinage.model.layer import LAYERS
 from affinage.model.layers.dense import GATED, NORMS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.opening import open_model
-from affinage.pipeline.runner import PipelineRunner
 from affinage.registry import load_named_plugins, load_plugins
 from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer
 from run_affinage import refused
 
-# of the quickstart: those that read the model
-MODEL_STAGES = {
-    "pretrain", "sft", "ref-logprobs", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export", "report",
-}  # fmt: skip
 DOCUMENT = Path(__file__).parents[2] / "docs" / "layers.md"
 
 
@@ -33,20 +29,13 @@ def written(tmp_path):
     for name, content in re.findall(r"```\w+ (\S+)\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL):
         (tmp_path / name).write_text(content)
     yield tmp_path
-    LAYERS.pop("channel_mix", None)
-    GATED.pop("reglu", None)
-    NORMS.pop("l1", None)
-    OPTIMIZERS.pop("signed_momentum", None)
-    SCHEDULES.pop("staircase", None)
+    added = {"channel_mix": LAYERS, "reglu": GATED, "l1": NORMS, "signed_momentum": OPTIMIZERS, "staircase": SCHEDULES}
+    for name, registry in added.items():
+        registry.pop(name, None)
 
 
 def check(loaded, name: str) -> None:
     next(step for step in build_steps(loaded) if step.name == name).check(loaded)
-
-
-def keys(folder: Path) -> dict[str, str]:
-    loaded = load_recipe(folder / "my_recipe.yaml", ["export={}"])
-    return {step.name: step.request.key for step in PipelineRunner(loaded, folder / "runs", build_steps(loaded)).plan()}
 
 
 def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
@@ -76,10 +65,11 @@ def test_an_activation_and_a_norm_are_one_function_each(written):
 
 
 def test_a_changed_plugin_changes_the_model_and_not_the_data(written):
-    before = keys(written)
+    before = keys(load_recipe(written / "my_recipe.yaml", ["export={}"]))
     (written / "my_nodes.py").write_text((written / "my_nodes.py").read_text() + "# changed\n")
-    after = keys(written)
-    assert {name for name in before if before[name] != after[name]} == MODEL_STAGES
+    after = changed(before, keys(load_recipe(written / "my_recipe.yaml", ["export={}"])))
+    judged = {f"evaluate-{name}" for name in ("base", "sft", "dpo")}
+    assert set(after) == {"pretrain", "sft", "ref-logprobs", "dpo", "export", "report"} | judged
 
 
 def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):

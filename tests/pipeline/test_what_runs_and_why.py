@@ -1,33 +1,47 @@
-"""What is complete is left alone, what runs again has a reason, and only settings that decide are in a key."""
+"""What is complete is left alone, what runs again has a reason, and only settings that decide are in a key; what cannot
+be is refused before the first step; and when documents are cleared of which benchmarks."""
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+import tiny_run
 from affinage.checkpoint.remote import RemoteFolder
+from affinage.config.data import DecontaminateSettings
 from affinage.config.load import LoadedRecipe, load_recipe
+from affinage.data.decontaminate import BenchmarkItem
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.pipeline.step import Step, StepContext
+from affinage.pipeline.steps_eval import contamination_search
 from affinage.results import read_json
-from run_affinage import refused
+from choice_task import write_task
+from run_affinage import refused, set_words
+from source_forms import rows_of, write_lines
 
-RECIPE = """\
-name: small
-model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
-data: {sources: [pocket-world, texts], filters: {min_characters: 3}}
-pretrain: {steps: 20, batch_size: 8, schedule: {peak_lr: 1e-3, min_lr: 1e-4}}
-sft: {steps: 5, batch_size: 8, schedule: {peak_lr: 1e-3, min_lr: 1e-4}, sources: [chat.jsonl]}
-evaluate: {tasks: [pocket-world]}
-export: {}
-"""
+SETTINGS = ["name=small", "data.sources=[pocket-world, texts]", "data.filters.min_characters=3"]
+SETTINGS += ["sft.sources=[chat.jsonl]"]
 ROAD = [
     "synthesize", "ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "sft-data", "pretrain", "sft",
     "evaluate-base", "evaluate-sft", "export", "report",
 ]  # fmt: skip
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("a")
+    (tmp_path / "chat.jsonl").write_text("{}")
+    return lambda *overrides: load_recipe(tiny_run.RECIPE, [*SETTINGS, *overrides])
+
+
+# ---- three stages that do almost nothing; the last reads the other two
 
 
 def write_text(context: StepContext) -> dict:
@@ -37,48 +51,34 @@ def write_text(context: StepContext) -> dict:
     return {"files": 1}
 
 
-def fail_once(context: StepContext) -> dict:
-    if (context.folder / "half").exists():
-        return {"went_on": True}
-    (context.folder / "half").write_text("x")
-    raise KeyboardInterrupt
-
-
-def refuse(context: StepContext) -> dict:
-    (context.folder / "metrics.jsonl").touch()
-    raise UserError("this cannot be trained")
+ONE = Step("one", write_text, {"a": {"b": 1}})
+TWO = Step("two", write_text, {"c": [1, 2]}, ("one",), sources={"my.txt": "print"})
+THREE = Step("three", write_text, {}, ("one", "two"))
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/a.txt").write_text("a")
-    (tmp_path / "chat.jsonl").write_text("{}")
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    return lambda *overrides: load_recipe("r.yaml", overrides)
+def runner(load, tmp_path):
+    def runner(*steps: Step, settings: tuple[str, ...] = (), **options) -> PipelineRunner:
+        return PipelineRunner(load(*settings), tmp_path / "runs", steps or (ONE, TWO, THREE), **options)
+
+    return runner
 
 
-def toy(settings: dict | None = None) -> list[Step]:
-    """Three stages that do almost nothing; the last reads the other two."""
-    return [
-        Step("one", write_text, settings or {"a": {"b": 1}}),
-        Step("two", write_text, {"c": [1, 2]}, ("one",), sources={"my.txt": "print"}),
-        Step("three", write_text, {}, ("one", "two")),
-    ]
+@pytest.fixture
+def go(runner):
+    """Runs steps: ({name: reason} before, those that ran)."""
+
+    def go(*steps: Step, **options) -> tuple[dict[str, str], list[str]]:
+        made = runner(*steps, **options)
+        return {step.name: step.reason for step in made.plan()}, list(made.run(ProgressListener()))
+
+    return go
 
 
-def toy_run(load, tmp_path, road: list[Step], **options) -> tuple[dict[str, str], list[str]]:
-    """({stage: reason} before, stages that ran)."""
-    runner = PipelineRunner(load(), tmp_path / "runs", road, **options)
-    reasons = {step.name: step.reason for step in runner.plan()}
-    return reasons, list(runner.run(ProgressListener()))
-
-
-def test_once_is_enough(load, tmp_path):
-    reasons, ran = toy_run(load, tmp_path, toy())
+def test_once_is_enough(go, tmp_path):
+    reasons, ran = go()
     assert set(reasons.values()) == {"never ran"} and ran == ["one", "two", "three"]
-    reasons, ran = toy_run(load, tmp_path, toy())
+    reasons, ran = go()
     assert set(reasons.values()) == {"complete"} and ran == []
     assert (tmp_path / "runs/log").read_text() == "one two three "
     run = tmp_path / "runs/small"
@@ -87,15 +87,14 @@ def test_once_is_enough(load, tmp_path):
     assert '"min_characters": 3' in (run / "recipe.json").read_text()
 
 
-def test_a_complete_run_whose_results_are_copied_needs_no_network(load, tmp_path, monkeypatch, capfd):
-    toy_run(load, tmp_path, toy())
+def test_a_complete_run_whose_results_are_copied_needs_no_network(go, tmp_path, monkeypatch, capfd):
+    go()
 
     def silent(*_: object) -> None:
         raise UserError("no network")
 
     def copy() -> str:
-        runner = PipelineRunner(load(f"runtime.remote=file://{tmp_path}/remote"), tmp_path / "runs", toy())
-        assert runner.run(ProgressListener()) == {}
+        assert go(settings=(f"runtime.remote=file://{tmp_path}/remote",))[1] == []
         return capfd.readouterr().out
 
     with monkeypatch.context() as without:
@@ -107,79 +106,87 @@ def test_a_complete_run_whose_results_are_copied_needs_no_network(load, tmp_path
     assert copy() == ""
 
 
-def test_reasons(load, tmp_path):
-    toy_run(load, tmp_path, toy())
-    reasons, _ = toy_run(load, tmp_path, toy({"a": {"b": 2}, "d": "new"}))
-    changed = {"one": "settings changed: a.b, d", "two": "input changed: one", "three": "input changed: one, two"}
-    assert reasons == changed
-    assert toy_run(load, tmp_path, toy())[1] == [], "the former results are still there"
-    road = toy()
-    road[1] = Step("two", write_text, {"c": [1, 2]}, ("one",), sources={"my.txt": "other"})
-    assert toy_run(load, tmp_path, road)[0]["two"] == "files changed: my.txt"
-    road[0] = Step("one", fail_once, {"a": {"b": 1}})
-    assert toy_run(load, tmp_path, road[:1])[1] == [], "the function itself is no part of the key"
-    road[0] = Step("one", write_text, {"a": {"b": 1}}, version=2)
-    assert toy_run(load, tmp_path, road[:1])[0]["one"] == "version changed"
+def test_reasons_and_what_was_made_from_a_former_result_is_no_part_of_the_run(go, runner, tmp_path):
+    go()
+    other, run = Step("one", write_text, {"a": {"b": 2}, "d": "new"}), tmp_path / "runs/small"
+    reasons = [step.reason for step in runner(other, TWO, THREE).plan()]
+    assert reasons == ["settings changed: a.b, d", "input changed: one", "input changed: one, two"]
+    go(other, TWO, THREE, until=["one"])
+    assert {entry.name for entry in run.iterdir() if entry.is_symlink()} == {"one"}
+    assert go()[1] == [] and (run / "three/text").read_text() == "one+two", "the former results are still there"
+    assert go(ONE, replace(TWO, sources={"my.txt": "other"}))[0]["two"] == "files changed: my.txt"
+    assert go(replace(ONE, fn=fail_once))[1] == [], "the function itself is no part of the key"
+    assert go(replace(ONE, version=2))[0]["one"] == "version changed"
 
 
-def test_damage_and_force(load, tmp_path):
-    toy_run(load, tmp_path, toy())
+def test_damage_force_and_until(go, tmp_path):
+    assert go(until=["two"])[1] == ["one", "two"] and go()[1] == ["three"]
     (tmp_path / "runs/small/two/text").write_text("not what it was")
-    reasons, ran = toy_run(load, tmp_path, toy())
+    reasons, ran = go()
     assert reasons["two"].startswith("damaged: text has") and ran == ["two"]
-    reasons, ran = toy_run(load, tmp_path, toy(), force=["two"])
+    reasons, ran = go(force=["two"])
     assert (reasons["two"], reasons["three"], ran) == ("forced", "forced by two", ["two", "three"])
-    refused(toy_run, load, tmp_path, toy(), force=["too"], match="no step `too`")
+    refused(go, force=["too"], match="no step `too`")
+    refused(go, until=["for"], match="`for`")
 
 
-def test_a_result_whose_folder_is_deleted_is_none(load, tmp_path):
+def test_a_result_whose_folder_is_deleted_is_none(go, tmp_path):
     def deleted(context):
         shutil.rmtree(context.folder)
         (context.folder / "checkpoints").mkdir(parents=True)  # as a save does
         return {}
 
-    with pytest.raises(UserError, match="deleted or moved"):
-        toy_run(load, tmp_path, [Step("train", deleted, {}, has_progress=True, resumable=True)])
+    refused(go, Step("train", deleted, {}, has_progress=True, resumable=True), match="deleted or moved")
     assert not list(tmp_path.glob("*/store/*/manifest.json"))
 
 
-def test_until(load, tmp_path):
-    assert toy_run(load, tmp_path, toy(), until=["two"])[1] == ["one", "two"]
-    refused(toy_run, load, tmp_path, toy(), until=["for"], match="`for`")
+def fail_once(context: StepContext) -> dict:
+    if (context.folder / "half").exists():
+        return {"went_on": True}
+    (context.folder / "half").write_text("x")
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("resumable", [False, True])
-def test_an_interrupted_training_resumes_and_any_other_step_begins_again(load, tmp_path, resumable: bool):
-    road = [Step("train", fail_once, {}, resumable=resumable)]
+def test_an_interrupted_training_resumes_and_any_other_step_begins_again(go, runner, tmp_path, resumable: bool):
+    train, half = Step("train", fail_once, {}, resumable=resumable), tmp_path / "runs/small/train/half"
     with pytest.raises(KeyboardInterrupt):
-        toy_run(load, tmp_path, road)
+        go(train)
     if not resumable:
+        assert runner(train).plan()[0].reason == "not finished; starts again"
         with pytest.raises(KeyboardInterrupt):
-            toy_run(load, tmp_path, road)
-        assert PipelineRunner(load(), tmp_path / "runs", road).plan()[0].reason == "not finished; starts again"
+            go(train)
         return
-    assert toy_run(load, tmp_path, road) == ({"train": "not finished; resumes"}, ["train"])
-    made = tmp_path / "runs/small/train"
-    assert read_json(made / "result.json") == {"went_on": True}
-    (made / "half").write_text("longer than it was")
-    reasons, ran = toy_run(load, tmp_path, road)
+    assert go(train) == ({"train": "not finished; resumes"}, ["train"])
+    assert read_json(half.with_name("result.json")) == {"went_on": True}
+    half.write_text("longer than it was")
+    reasons, ran = go(train)
     assert reasons["train"].startswith("damaged: half") and ran == ["train"]
-    assert (made / "half").read_text() == "longer than it was", "it resumed from what was there"
+    assert half.read_text() == "longer than it was", "it resumed from what was there"
 
 
-def test_a_training_that_is_refused_before_its_first_step_leaves_the_run_as_it_was(load, tmp_path):
+def test_a_training_that_is_refused_before_its_first_step_leaves_the_run_as_it_was(go, tmp_path):
+    def refuse(context: StepContext) -> dict:
+        (context.folder / "metrics.jsonl").touch()
+        raise UserError("this cannot be trained")
+
     train = Step("train", refuse, {}, resumable=True, has_progress=True)
-    refused(toy_run, load, tmp_path, [train], match="cannot be trained")
-    toy_run(load, tmp_path, [Step("train", write_text, {"a": 1})])
+    refused(go, train, match="cannot be trained")
+    go(Step("train", write_text, {"a": 1}))
     before = os.readlink(tmp_path / "runs/small/train")
-    refused(toy_run, load, tmp_path, [train], match="cannot be trained")
+    refused(go, train, match="cannot be trained")
     assert os.readlink(tmp_path / "runs/small/train") == before
 
 
+# ---- the real road
+
+
+def real(loaded: LoadedRecipe, **options) -> PipelineRunner:
+    return PipelineRunner(loaded, Path("runs"), build_steps(loaded), **options)
+
+
 def keys(loaded: LoadedRecipe) -> dict[str, str]:
-    """Keys of the real road."""
-    runner = PipelineRunner(loaded, Path("runs"), build_steps(loaded))
-    return {step.name: step.request.key for step in runner.plan()}
+    return {step.name: step.request.key for step in real(loaded).plan()}
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -192,7 +199,7 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
         ("sft.steps=6", "sft", ["evaluate-base", "pretrain", "sft-data"]),
         ("sft.system_prompt=x", "sft-data", ["pretrain", "evaluate-base"]),
         ("pretrain.steps=21", "pretrain", ["tokenize", "sft-data"]),
-        ("packing.seq_len=64", "tokenize", ["train-tokenizer"]),
+        ("packing.seq_len=32", "tokenize", ["train-tokenizer"]),
         ("tokenizer.vocab_size=400", "train-tokenizer", ["split"]),
         ("data.filters.min_characters=4", "filter", ["ingest", "synthesize"]),
         ("data.sources=[{path: pocket-world, max_bytes: 1MB}, texts]", "synthesize", []),
@@ -210,17 +217,16 @@ def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, overrid
     assert not set(after) & set(untouched)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "mesh={data: 2}", "runtime.checkpoint.every_steps=3", "pretrain.log_every=1",
-        "pretrain.gradient_accumulation_steps=2",
-        "pretrain.eval_every=7", "runtime.checkpoint.keep_last=5", "data.executor=ray", "data.ray_address=h:1",
-        "data.workers=3",
-    ],
-)  # fmt: skip
-def test_how_a_step_is_carried_out_is_in_no_key(load, override):
-    assert changed(keys(load()), keys(load(override))) == []
+def test_how_a_step_is_carried_out_is_in_no_key(load):
+    watched = "sft.monitor={tasks: [piqa], every_steps: 2}"
+    before = keys(load(watched))
+    for override in (
+        "mesh={data: 2}", "runtime.checkpoint.every_steps=3", "pretrain.log_every=1", "pretrain.eval_every=7",
+        "pretrain.gradient_accumulation_steps=2", "runtime.checkpoint.keep_last=5", "data.executor=ray",
+        "data.ray_address=h:1", "data.workers=3", "sft.monitor.data_dir=/nowhere",
+    ):  # fmt: skip
+        assert changed(before, keys(load(watched, override))) == [], override
+    assert changed(before, keys(load(watched, "sft.monitor.limit=50")))[0] == "sft", "which may end it"
 
 
 def test_changed_user_files_are_noticed(load, tmp_path):
@@ -233,16 +239,117 @@ def test_changed_user_files_are_noticed(load, tmp_path):
 
 
 def test_sections_left_out_have_no_stages(load):
-    road = build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
-    names = [stage.name for stage in road]
+    names = list(keys(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]")))
     assert names == ["ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "pretrain", "report"]
-    assert "dedup" not in [stage.name for stage in build_steps(load("data.dedup=null"))]
+    assert "dedup" not in keys(load("data.dedup=null"))
     assert build_steps(load("data=null")) == []
 
 
-def test_what_was_made_from_a_former_result_is_no_part_of_the_run(load, tmp_path):
-    toy_run(load, tmp_path, toy())
-    toy_run(load, tmp_path, toy({"a": 2}), until=["one"])
-    run = tmp_path / "runs/small"
-    assert {entry.name for entry in run.iterdir() if entry.is_symlink()} == {"one"}
-    assert toy_run(load, tmp_path, toy())[1] == [] and (run / "three/text").read_text() == "one+two"
+# ---- what cannot be is refused before the first step runs
+
+NEITHER = ["sft=null", "export=null", "evaluate.tasks=[]"]
+HOW = "steps: 9, batch_size: 8, schedule: {peak_lr: 1e-6, min_lr: 0}"
+WATCHED = f"{{sources: [chat.jsonl], {HOW}, monitor: {{every_steps: 5, %s}}}}"
+
+
+@pytest.mark.parametrize(
+    ("override", "held"),
+    [
+        ("data.languages=[en, french]", "ISO 639-1"),
+        ("data.languages=[en, xx]", "ISO 639-1"),
+        ("data.sources=[{path: texts, language: en-US}]", "ISO 639-1"),
+        ("data.decontaminate.benchmark_files=[none.yaml]", "`none.yaml`"),
+        ("data.decontaminate.benchmark_files=[exam.pdf]", ".jsonl"),
+        ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
+        ("sft=" + WATCHED % "tasks: [none.yaml]", "`none.yaml`"),
+        ("sft=" + WATCHED % "data_dir: .", ""),
+        ("dpo=" + WATCHED % "data_dir: nowhere", "nowhere"),
+        ("pretrain.optimizer.name=adammm", "`adammm`"),
+        ("pretrain.schedule.settings={share: 1}", "share"),
+        ("pretrain={optimizer_in_backward: true, gradient_accumulation_steps: 2}", "one by one"),
+        ("mesh={pipeline: 4, data: 2}", ""),
+    ],
+)
+def test_a_mistake_in_any_step_is_refused_before_the_first(load, tmp_path, override, held):
+    (tmp_path / "exam.pdf").write_text("no items")
+    runner = real(load(*NEITHER, override))
+    mistake = refused(runner.check, runner.plan())
+    assert held in f"{mistake.what} {mistake.fix}" and mistake.fix
+    assert mistake.where.startswith(f"--set {override.partition('=')[0]}")
+
+
+def test_so_does_a_dry_run_and_names_of_any_case_are_languages(load, affinage):
+    status, _, said = affinage("run", str(tiny_run.RECIPE), "--dry-run", *set_words("mesh.data=7"))
+    assert status == 2 and "data = 7" in said
+    settings = ["evaluate.tasks=[hellaswag]", "data.languages=[EN, Fr]", "data.sources=[{path: texts, language: EN}]"]
+    runner = real(load(*settings), until=["tokenize"])
+    assert (data := runner.loaded.recipe.data).languages == ("en", "fr") and data.sources[0].language == "en"
+    runner.check(runner.plan())
+
+
+# ---- documents are cleared of benchmarks
+
+
+QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm, and by whom was it done?"
+ITEM = {"question": QUESTION, "choices": ["a", "b"], "right": 0}
+
+
+@pytest.fixture
+def harbours(load, tmp_path):
+    texts = [f"I was asked: {QUESTION.lower()} I did not know.", "Something else entirely."]
+    texts.append("The answer is in the book over there.")
+    write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    write_task(tmp_path, "harbours", [ITEM])
+
+    def harbours(tasks: str, *overrides: str) -> LoadedRecipe:
+        """A recipe of the texts that is judged on these tasks."""
+        filters = "{min_characters: 3, language_threshold: 0}"
+        return load(f"data={{sources: [texts.jsonl], filters: {filters}}}", f"evaluate.tasks=[{tasks}]", *overrides)
+
+    return harbours
+
+
+def stage_of(loaded: LoadedRecipe) -> Step | None:
+    return next((stage for stage in build_steps(loaded) if stage.name == "decontaminate"), None)
+
+
+def test_the_stage_is_there_if_there_is_something_to_look_for(harbours):
+    assert stage_of(harbours("pocket-world")) is None  # its facts are its text
+    assert stage_of(harbours("")) is None
+    assert stage_of(harbours("pocket-world, harbours.yaml", "data.decontaminate=null")) is None
+    assert stage_of(harbours("harbours.yaml", "data.decontaminate.benchmarks=false")) is None
+    named = stage_of(harbours("pocket-world, hellaswag, harbours.yaml"))
+    assert named.config["evaluate"] == {"tasks": ["hellaswag", "harbours.yaml"]}
+    mine = "data.decontaminate={benchmarks: false, benchmark_files: [mine.txt]}"
+    assert "evaluate" not in stage_of(harbours("hellaswag", mine)).config
+    split = next(stage for stage in build_steps(harbours("harbours.yaml")) if stage.name == "split")
+    assert split.inputs == ("decontaminate",)
+
+
+def test_documents_are_cleared_of_tasks_and_files(harbours, tmp_path):
+    answer = "The answer is in the book over there"
+    (tmp_path / "mine.txt").write_text(f"{answer}, and the book is on the table.\n{answer}.")
+    asked = harbours("pocket-world, harbours.yaml", "data.decontaminate.benchmark_files=[mine.txt]")
+    stage = stage_of(asked)
+    assert stage.files[0] == "harbours.yaml" and len(stage.files) == 3
+    real(asked, until=["decontaminate"]).run(ProgressListener())
+    folder = tmp_path / "runs" / "small" / "decontaminate"
+    assert [row["text"] for row in rows_of(folder)] == ["Something else entirely."]
+    matches = pq.read_table(folder / "matches.parquet").to_pylist()
+    found = [(match["benchmark"], match["item"], match["text"]) for match in matches]
+    assert found == [("harbours", "0", QUESTION.lower()[:-1]), ("mine.txt", "2", answer)]
+    assert all(step.complete for step in real(asked, until=["decontaminate"]).plan())
+    write_lines(tmp_path / "items.jsonl", [ITEM | {"question": "Another question"}])
+    reasons = {step.name: step.reason for step in real(asked, until=["decontaminate"]).plan()}
+    assert reasons["dedup"] == "complete" and "items.jsonl" in reasons["decontaminate"]
+
+
+def test_the_text_that_a_model_was_trained_on_is_searched_for_items(tiny_runs: Path):
+    run = tiny_runs / "tiny"
+    text = rows_of(run / "split/train")[0]["text"]
+    items = [BenchmarkItem("quiz", "0", (" ".join(text.split()[:7]),))]
+    items.append(BenchmarkItem("quiz", "1", ("Who counted forty two grey gulls today?",)))
+    for training in ("pretrain", "sft"):
+        for n_grams, found in ((6, {("quiz", "0")}), (8, set())):
+            seen = contamination_search((run / training).resolve(), DecontaminateSettings(n_grams=n_grams))
+            assert seen is not None and seen(items).found == found

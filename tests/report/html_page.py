@@ -26,9 +26,8 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.tags.append((tag, given))
-        within = bool(self.open) and self.open[-1][1]
+        self.handle_startendtag(tag, attrs)
+        given, within = dict(attrs), bool(self.open) and self.open[-1][1]
         foreign = within or tag in TECHNICAL or bool(OF_THE_RUN & {*(given.get("class") or "").split()})
         if tag not in VOID:
             self.open.append((tag, foreign))

@@ -56,16 +56,11 @@ def build_run(folder: Path, *, steps: int = STEPS["pretrain"], name: str = "synt
             write_json(run / stage / "results.json", told["results"][stage.removeprefix("evaluate-")])
         if stage == "dedup":
             write_duplicates(run)
-        sums = {f"{stage}.bin": (123_456, "0" * 64), "summary.json": (812, "1" * 64)}
-        manifest = {
-            "step": stage,
-            "seconds": each["seconds"],
-            "key": f"{random.Random(stage).getrandbits(256):064x}",
-            "files": {file: {"bytes": size, "sha256": sha256} for file, (size, sha256) in sums.items()},
-            "started": f"2026-01-02T03:{4 + started // 60:02d}:{started % 60:02d}Z",
-            "versions": VERSIONS,
-        }
-        write_json(run / stage / "manifest.json", manifest | {"settings": {}, "inputs": {}})
+        manifest = {"step": stage, "seconds": each["seconds"], "versions": VERSIONS, "settings": {}, "inputs": {}}
+        manifest["key"] = f"{random.Random(stage).getrandbits(256):064x}"
+        manifest["files"] = {f"{stage}.bin": {"bytes": 123_456, "sha256": "0" * 64}}
+        manifest["started"] = f"2026-01-02T03:{4 + started // 60:02d}:{started % 60:02d}Z"
+        write_json(run / stage / "manifest.json", manifest)
         write_json(run / stage / "result.json", summary)
         started += int(each["seconds"])
     return run
@@ -76,14 +71,8 @@ def write_duplicates(run: Path) -> None:
     texts = {"world/000006": KEPT, "world/000007": NEAR, "world/000008": KEPT, "world/000009": KEPT + HOSTILE[:90]}
     source = ["pocket-world"] * 4
     documents = {"id": list(texts), "source": source, "text": list(texts.values())}
-    removed = {
-        "source": source[1:],
-        "id": list(texts)[1:],
-        "duplicate_of": ["world/000006"] * 3,
-        "duplicate_of_source": source[1:],
-        "exact": [False, True, False],
-        "jaccard": [0.86, 1.0, 0.81],
-    }
+    removed = {"source": source[1:], "id": list(texts)[1:], "duplicate_of": ["world/000006"] * 3}
+    removed |= {"duplicate_of_source": source[1:], "exact": [False, True, False], "jaccard": [0.86, 1.0, 0.81]}
     for file, columns in (("filter/documents-0", documents), ("dedup/removed", removed)):
         path = run / f"{file}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,26 +80,26 @@ def write_duplicates(run: Path) -> None:
 
 
 def write_metrics(path: Path, steps: int, seed: int) -> None:
-    noise, points = random.Random(seed), []
-    lines: list[dict[str, Any]] = []
+    noise, points, lines = random.Random(seed), [], list[dict[str, Any]]()
     for step in range(1, steps + 1):
         falling, middle = math.exp(-9 * step / steps), step == steps // 2
         if step % 2 == 0 or step == 1:
-            line = {
-                "step": step,
-                "loss": None if middle else 0.9 + 7.1 * falling + noise.gauss(0, 0.07),
-                "grad_norm": 0.6 + 2.5 * falling + abs(noise.gauss(0, 0.15)) + 4 * middle,
-                "learning_rate": 2e-3 * min(1.0, 20 * step / steps) * (1.1 + math.cos(math.pi * step / steps)),
-                "expert_load_max": 1.4 + abs(noise.gauss(0, 0.1)),
-                "dropped_share": abs(noise.gauss(0, 0.01)),
-                "tokens_per_second": 22_500 + noise.gauss(0, 900) - (9000 if step % 300 == 0 else 0),
-                "mfu": None,
-            }
-            lines.append(line)
+            lines.append(
+                {
+                    "step": step,
+                    "loss": None if middle else 0.9 + 7.1 * falling + noise.gauss(0, 0.07),
+                    "grad_norm": 0.6 + 2.5 * falling + abs(noise.gauss(0, 0.15)) + 4 * middle,
+                    "learning_rate": 2e-3 * min(1.0, 20 * step / steps) * (1.1 + math.cos(math.pi * step / steps)),
+                    "expert_load_max": 1.4 + abs(noise.gauss(0, 0.1)),
+                    "dropped_share": abs(noise.gauss(0, 0.01)),
+                    "tokens_per_second": 22_500 + noise.gauss(0, 900) - (9000 if step % 300 == 0 else 0),
+                    "mfu": None,
+                }
+            )
         if step % (steps // 6) == 0:
             loss = 0.93 + 7.1 * falling
-            found = {"en": (loss, loss / 3), "fr": (loss + 0.08, loss / 2.9)}
-            validation = {f"pocket-world.{name}": {"loss": a, "bits_per_byte": b} for name, (a, b) in found.items()}
+            validation = {"pocket-world.en": {"loss": loss, "bits_per_byte": loss / 3}}
+            validation["pocket-world.fr"] = {"loss": loss + 0.08, "bits_per_byte": loss / 2.9}
             lines.append({"step": step, "validation": validation})
             if path.parent.name == "pretrain":
                 score = {"value": 0.3 + 0.4 * step / steps, "stderr": 0.04}

@@ -110,7 +110,7 @@ def test_no_english_is_left_on_the_page_and_numbers_are_french(pages: dict[str, 
     assert summary(facts, "fr").startswith("Un modèle de 1,44\u202fM paramètres, préentraîné sur")
 
 
-def test_every_message_has_its_french_with_the_same_blanks_and_no_french_is_left_over():
+def test_every_message_and_reason_has_its_french_with_the_same_blanks_and_no_french_is_left_over():
     french = catalogue(None)
     assert extracted() == set(french)
     # Words that are the same in both languages, looked at one by one.
@@ -121,9 +121,6 @@ def test_every_message_has_its_french_with_the_same_blanks_and_no_french_is_left
     for english, text in french.items():
         assert {f[1] for f in string.Formatter().parse(english)} == {f[1] for f in string.Formatter().parse(text)}
         assert not re.search(" [:;?!»]", text), text
-
-
-def test_every_reason_of_the_steps_has_its_french():
     reasons = {"no text key", "too large", readers.UNKNOWN_KIND, "empty", "not UTF-8", "not JSON", "in a benchmark"}
     assert not reasons - set(catalogue("reason"))
     assert Language("fr").reason("too short") == "trop court"

@@ -39,24 +39,20 @@ def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts
     assert "stopped 2 h 00 min" in plain(render(stopped))
 
 
-def test_any_stage_may_be_absent(run: Path):
-    facts = collect_facts(run)
-    write_json(run / "report" / "manifest.json", {"step": "report", "seconds": 3.0, "started": 1})
-    assert collect_facts(run) == facts, "a run takes as long before as after its report"
-    absent = "evaluate-sft sft sft-data evaluate-base pretrain tokenize train-tokenizer dedup".split()
-    for stage in absent:
-        (run / stage / "manifest.json").unlink()  # as if the stage had not finished
-        assert stage not in {one.step for one in collect_facts(run).steps}
-        assert stage not in ("evaluate-base", "dedup") or render(collect_facts(run))
-    assert "<h1>" in render(collect_facts(run / "nothing-here"))
-
-
-def test_a_validation_of_another_form_or_without_a_finite_loss_is_no_point(run: Path):
+def test_any_stage_may_be_absent_and_a_validation_without_a_finite_loss_is_no_point(run: Path):
     before = collect_facts(run).training("pretrain").validation
     with (run / "pretrain" / "metrics.jsonl").open("a") as lines:
         for odd in ("null", "[]", '{"a": 3.2}', '{"a": {"loss": NaN}}'):
             lines.write(f'{{"step": 299, "validation": {odd}}}\n')
-    assert collect_facts(run).training("pretrain").validation == before
+    facts = collect_facts(run)
+    assert facts.training("pretrain").validation == before
+    write_json(run / "report" / "manifest.json", {"step": "report", "seconds": 3.0, "started": 1})
+    assert collect_facts(run) == facts, "a run takes as long before as after its report"
+    for stage in "evaluate-sft sft sft-data evaluate-base pretrain tokenize train-tokenizer dedup".split():
+        (run / stage / "manifest.json").unlink()  # as if the stage had not finished
+        assert stage not in {one.step for one in collect_facts(run).steps}
+        assert stage not in ("evaluate-base", "dedup") or render(collect_facts(run))
+    assert "<h1>" in render(collect_facts(run / "nothing-here"))
 
 
 def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tmp_path: Path):

@@ -92,11 +92,9 @@ def test_size_is_modest_however_long_the_run(tmp_path: Path):
 
 
 FACTS = """1,443,968|13,100|too short|96.0 ± 1.0%|transformer_block|4.41|similarity 0.81|Resumed at step 250
-61.0k of 150k tokens are trained
-Benchmarks searched for in the text|1,234|· quiz · 17|any out for validation: notes.fr.
-17 have reasoning that the chat template does not write
-loss on pocket-world.fr has risen from 0.910 at step 500 to 1.02 at step 600
-Fullest expert|Dropped choices"""
+61.0k of 150k tokens are trained|Benchmarks searched for in the text|1,234|· quiz · 17|any out for validation: notes.fr.
+17 have reasoning that the chat template does not write|Fullest expert|Dropped choices
+loss on pocket-world.fr has risen from 0.910 at step 500 to 1.02 at step 600"""
 
 
 def test_facts_are_on_the_page(pages: dict[str, str], facts):
@@ -123,10 +121,8 @@ def test_preferences_are_told_in_their_own_unit_and_items_in_the_training_text_a
 def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Path):
     """Of a fine-tuning whose loss falls while a benchmark does not."""
     shares = {0: 0.62, 100: 0.60, 200: 0.55, 300: 0.44}
-    looks = [
-        {"step": step, "scores": {"winogrande": {"value": share, "stderr": 0.035}}, "worse": []}
-        for step, share in shares.items()
-    ]
+    scores = {step: {"winogrande": {"value": share, "stderr": 0.035}} for step, share in shares.items()}
+    looks = [{"step": step, "scores": scores[step], "worse": []} for step in shares]
     looks[-1]["worse"] = [{"task": "winogrande", "than": 0, "p": 1e-4}]
     (run / "sft" / "monitor.json").write_text(json.dumps({"threshold": 1e-3, "points": looks}))
     with change(run / "sft" / "result.json") as summary:

@@ -10,19 +10,7 @@ from typer.core import TyperGroup
 
 from affinage.cli import terminal
 from affinage.cli.run import verb_until
-from affinage.cli.terminal import (
-    RUNS,
-    JsonOption,
-    RunArgument,
-    RunsOption,
-    arg,
-    counted,
-    emit,
-    find,
-    opt,
-    verbs,
-    working,
-)
+from affinage.cli.terminal import RUNS, JsonOption, RunArgument, RunsOption, arg, emit, find, opt, verbs, working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,8 +86,8 @@ def search(
 
     with working(f"reading the documents of {folder.name}"):
         documents = list(itertools.islice(TrainingRows(folder, "pretrain").find(text), limit + 1))
-    more = len(documents) > limit
-    emit({"run": str(folder), "text": text, "documents": documents[:limit], "more": more}, as_json)
+    facts = {"run": str(folder), "text": text, "documents": documents[:limit], "more": len(documents) > limit}
+    emit(facts, as_json, None if documents else ["In no document that was trained on or held out."])
 
 
 @data.command()
@@ -135,7 +123,7 @@ def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
     steps = {name: result.model_dump(include=counts) for name, result in results.items() if result}
     packed = read_result(folder / "tokenize", SequencesResult)
     parts = packed.model_dump(include={"groups", "validation"}) if packed else {}
-    emit({"steps": steps, "trained on": parts.get("groups"), "held out": parts.get("validation")}, as_json)
+    emit({"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}, as_json)
 
 
 def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:
@@ -197,7 +185,7 @@ def verify(name: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOptio
         rows = [{"step": step, "corruption": store.verify(step) or None} for step in steps]
     emit(rows, as_json, terminal.described([row | {"corruption": row["corruption"] or "none"} for row in rows]))
     if corrupted := sum(row["corruption"] is not None for row in rows):
-        what = f"corrupted: {corrupted} of {counted(len(rows), 'checkpoint')}"
+        what = f"corrupted: {corrupted} of {terminal.counted(len(rows), 'checkpoint')}"
         fix = "A training resumes from the newest intact one by itself; copy a corrupted one again if it has a copy."
         raise UserError(what, where=name, fix=fix)
 

@@ -5,11 +5,9 @@ A mixture gives groups of rows weights, in stages; which group a draw takes is a
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float, Integer
@@ -21,13 +19,13 @@ from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.errors import UserError, did_you_mean
 
 Batch = dict[str, np.ndarray]
-T = TypeVar("T")
 
 REFERENCE = "reference_log_probabilities"  # of a batch of preferences: float32 [B, documents]
 SLOTS = 1024  # draws over which weights hold, rounded to a tenth of a percent; more slots where there are many weights
 ALL = "all"
 MANY_EPOCHS = 40  # passes over the same data after which a further one teaches nothing (Muennighoff et al., 2023)
 STEPS_AT_ONCE, TOKENS_AT_ONCE = 16, 2**15  # at most: many small batches at once cost about as much as two alone
+CALLS_AHEAD = 8  # that make batches
 _SCANNED = 2**20  # draws that are looked through at a time
 _END = 2**62  # draw that no training reaches
 _MIXTURE = "pretrain.mixture"  # of the recipe
@@ -215,10 +213,10 @@ class DataLoader:
 
     def where(self, step: int) -> list[tuple[str, int]]:
         """Return the folder and the row number of every row of the global batch of `step`."""
-        places: dict[int, tuple[str, int]] = {}
-        for name, lines, rows in self._rows(np.arange(step * self.batch_size, (step + 1) * self.batch_size)):
-            places |= {line: (name, row) for line, row in zip(lines.tolist(), rows.tolist(), strict=True)}
-        return [places[line] for line in range(self.batch_size)]
+        places: list[tuple[int, str, int]] = []
+        for name, taken, rows in self._rows(np.arange(step * self.batch_size, (step + 1) * self.batch_size)):
+            places += [(line, name, row) for line, row in zip(taken.tolist(), rows.tolist(), strict=True)]
+        return [(name, row) for _, name, row in sorted(places)]
 
     def steps_of(self, folder: str, row: int, steps: int) -> list[int]:
         """Return which of the first `steps` steps draw a row of a folder: the inverse of `where`.
@@ -282,17 +280,15 @@ class DataLoader:
         return prefetch(lambda first: self.batches(first, count, part, parts), number, count)
 
 
-def prefetch(
-    make: Callable[[int], Iterable[T]], start: int, stride: int = 1, *, ahead: int = 8, threads: int = 2
-) -> Iterator[T]:
-    """Return all that `make(start)`, `make(start + stride)`, ... return, for ever; `ahead` calls run in advance.
+def prefetch(make: Callable[[int], list[Batch]], start: int, stride: int) -> Iterator[Batch]:
+    """Return the batches of `make(start)`, `make(start + stride)`, ..., for ever; `CALLS_AHEAD` run in advance.
 
-    Closing the iterator, or dropping it, ends the `threads`. An error of `make` is raised when its turn comes.
+    Closing the iterator, or dropping it, ends its threads. An error of `make` is raised when its turn comes.
     """
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="batches")
+    pool = ThreadPoolExecutor(2, thread_name_prefix="batches")
     try:
-        calls = map(partial(pool.submit, make), itertools.count(start, stride))
-        pending = deque(itertools.islice(calls, ahead))
+        calls = (pool.submit(make, number) for number in itertools.count(start, stride))
+        pending = deque(itertools.islice(calls, CALLS_AHEAD))
         while True:
             made = pending.popleft().result()
             pending.append(next(calls))
@@ -302,12 +298,12 @@ def prefetch(
 
 
 class ValidationRows:
-    """Held-out rows in their order, in batches of one size; the last batch is filled up with rows that do not count."""
+    """Held-out rows in their order, in batches of one size; the last one is filled up with rows that do not count."""
 
     def __init__(self, folder: Path, *, batch: int, limit: int | None = None) -> None:
         """With `limit`, that many rows are taken, evenly spaced over the folder."""
         self._shards = TokenShards(folder)
-        self.name, self.context, self.batch_size = folder.name, self._shards.seq_len, batch
+        self.batch_size = batch
         self.rows = min(limit or self._shards.rows, self._shards.rows)
         self._chosen = np.arange(self.rows) * self._shards.rows // self.rows
         self.bytes = int(self._shards.row_bytes[self._chosen].sum())
@@ -323,7 +319,7 @@ class ValidationRows:
         """Return the batches; see `make_batch`."""
         for first in range(0, self.rows, self.batch_size):
             chosen = self._chosen[first : first + self.batch_size]
-            tokens = np.full((self.batch_size, self.context), self._shards.marks.pad, np.int32)
+            tokens = np.full((self.batch_size, self._shards.seq_len), self._shards.marks.pad, np.int32)
             mask = np.zeros(tokens.shape, np.uint8)
             tokens[: len(chosen)], mask[: len(chosen)] = self._shards.read(chosen)
             batch = make_batch(tokens, mask, np.arange(self.batch_size), self._shards.marks)

@@ -228,26 +228,24 @@ def write_shard(
 
 def _put_array(place: str, name: str, array: np.ndarray) -> dict[str, Any]:
     """Write an array as .npy into a folder or at a URL; return {rows, bytes, sha256}."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    parts = (header.getvalue(), array.data.cast("B"))  # large arrays are not copied
-    _put(place, name, *parts)
-    digest = hashlib.sha256(parts[0])
-    digest.update(parts[1])
-    return {"rows": len(array), "bytes": sum(map(len, parts)), "sha256": digest.hexdigest()}
+    file = io.BytesIO()
+    np.save(file, array)
+    contents = file.getbuffer()
+    _put(place, name, contents)
+    return {"rows": len(array), "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
 
 
-def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
-    """Write a file of some parts into a folder or at a URL, whole or not at all."""
+def _put(place: str, name: str, contents: bytes | memoryview) -> None:
+    """Write a file into a folder or at a URL, whole or not at all."""
     if is_local(place):
         path = Path(fsspec.core.strip_protocol(place), name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, *parts)
+        write_atomically(path, contents)
         return
     with errors_at(place):
         filesystem, root = fsspec.core.url_to_fs(place)
         filesystem.makedirs(root, exist_ok=True)
-        upload(filesystem, f"{root}/{name}", b"".join(parts))
+        upload(filesystem, f"{root}/{name}", bytes(contents))
 
 
 def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks = MARKS, **facts: Any) -> dict[str, Any]:
@@ -329,24 +327,19 @@ class TokenShards:
     def read(self, rows: Integer[np.ndarray, " n"]) -> tuple[Integer[np.ndarray, "n S"], Integer[np.ndarray, "n S"]]:
         """Return the tokens of rows by their numbers, int32, and a mask, uint8, 1 where they are trained on."""
         shards = np.searchsorted(self.starts, rows, side="right") - 1
-        within = (rows - self.starts[shards]).tolist()
-        tokens = np.empty((len(rows), self.seq_len), np.int32)
-        mask = np.ones(tokens.shape, np.uint8)
-        if not self._shards:
-            tokens[:] = self._download(shards.tolist(), within)
-        for line, (shard, row) in enumerate(zip(shards.tolist(), within, strict=True)):
-            if self._shards:
-                tokens[line] = self._shards[shard][row]
-            if self._masks:
-                mask[line] = self._masks[shard][row]
-        return tokens, mask
+        places = list(zip(shards.tolist(), (rows - self.starts[shards]).tolist(), strict=True))
+        lines = [self._shards[shard][row] for shard, row in places] if self._shards else self._download(places)
+        tokens = np.concatenate(lines).reshape(-1, self.seq_len).astype(np.int32)
+        if not self._masks:
+            return tokens, np.ones(tokens.shape, np.uint8)
+        return tokens, np.concatenate([self._masks[shard][row] for shard, row in places]).reshape(tokens.shape)
 
-    def _download(self, shards: list[int], rows: list[int]) -> Integer[np.ndarray, "n S"]:
+    def _download(self, places: list[tuple[int, int]]) -> list[np.ndarray]:
         """Read rows at the URL, each by a range request, all at the same time where the file system can."""
         url, dtype = self.facts["url"], np.dtype(self.facts["dtype"])
-        names, size = [self.names[shard] for shard in shards], self.seq_len * dtype.itemsize
-        files = [self.facts["files"][name] for name in names]
-        begins = [file["bytes"] - (file["rows"] - row) * size for file, row in zip(files, rows, strict=True)]
+        names, size = [self.names[shard] for shard, _ in places], self.seq_len * dtype.itemsize
+        files = [(self.facts["files"][name], row) for name, (_, row) in zip(names, places, strict=True)]
+        begins = [file["bytes"] - (file["rows"] - row) * size for file, row in files]
 
         def ranges() -> list[bytes]:
             with errors_at(url):
@@ -354,10 +347,10 @@ class TokenShards:
                 paths, ends = [f"{path}/{name}" for name in names], [begin + size for begin in begins]
                 return list(filesystem.cat_ranges(paths, begins, ends, on_error="raise"))
 
-        contents = b"".join(executor.with_retries(ranges, url))
-        if len(contents) != len(rows) * size:
-            raise UserError(f"{len(contents)} bytes came instead of {len(rows) * size}", where=url, fix=_AGAIN)
-        return np.frombuffer(contents, dtype).reshape(-1, self.seq_len)
+        contents = executor.with_retries(ranges, url)
+        if {*map(len, contents)} != {size}:
+            raise UserError(f"a row is not of {size} bytes there", where=url, fix=_AGAIN)
+        return [np.frombuffer(row, dtype) for row in contents]
 
 
 def find_shard_folders(folder: Path) -> dict[str, Path]:

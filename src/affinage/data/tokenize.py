@@ -85,9 +85,10 @@ def tokenize(
         index = itertools.chain.from_iterable(executor.map(index_file, files, threads=True, bytes=size))
         for name, shards in _plan(index, count).items():
             place = f"{part}/{group_name(*name)}"
-            facts = (tokenizer.folder, settings, seed, part == "validation")
             to = f"{url}/{place}" if url and part == "train" else ""
-            tasks += [ShardTask(folder / place, *name, k, len(shards), run, *facts, to) for k, run in enumerate(shards)]
+            for shard, row_groups in enumerate(shards):
+                where = (folder / place, *name, shard, len(shards), row_groups)
+                tasks.append(ShardTask(*where, tokenizer.folder, settings, seed, part == "validation", to))
         if not tasks:
             raise UserError("there is no text to train on", where=str(split_folder / "train"))
         stored += size
@@ -95,10 +96,10 @@ def tokenize(
     groups: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
     unspelled = 0
     for place, members in itertools.groupby(zip(tasks, written, strict=True), lambda member: member[0].folder):
-        (task, *_), shards = zip(*members, strict=True)
+        (task, *_), counts = zip(*members, strict=True)
         facts = {"source": task.source, "language": task.language, "overlap": int(task.held_out), "url": task.url}
         facts |= {"seq_len": settings.seq_len, "dtype": np.dtype(tokenizer.dtype).name}
-        facts = finish_folder(place, shards, tokenizer.marks, **facts)
+        facts = finish_folder(place, counts, tokenizer.marks, **facts)
         groups[place.parent.name][place.name] = {count: facts[count] for count in _COUNTS}
         unspelled += facts["unspelled"]
     shutil.rmtree(folder / "shards")

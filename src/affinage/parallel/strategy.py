@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import checkpoint_policies as policies
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from affinage.config.training import ParallelSettings
 from affinage.errors import UserError
@@ -208,8 +208,8 @@ def _schedule(
     return store(waiting, jnp.roll(made, 1, axis=0), ticks)[0], losses, metrics
 
 
-def _micro_batches(x: Array, parts: int) -> Array:
-    """[B, ...] as [M, B / M, ...]: micro-batch m has the rows m, m + M, ..., so that every device keeps its own."""
+def _micro_batches(x: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "M b ..."]:
+    """Micro-batch m of M has the rows m, m + M, ..., so that every device keeps its own."""
     return jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
 
 

@@ -6,7 +6,7 @@ of lm-evaluation-harness.
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,20 +44,15 @@ def write_world(folder: Path | str, *, megabytes: float = 3.0, seed: int = 0) ->
     chats = conversations(exchanges, random.Random(f"{seed}/talks"))
     pairs = preferences(exchanges, facts, random.Random(f"{seed}/preferences"))
     tasks = build_tasks(facts, held_out_sums, held_out_scenes, exchanges, seed)
-
-    def write(name: str, lines: Iterable[Any]) -> None:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
-
     size = -(-len(documents) // SHARDS)
-    for shard in range(SHARDS):
-        part = documents[shard * size : (shard + 1) * size]
-        write(f"documents/part-{shard}.jsonl", (document._asdict() for document in part))
-    write("chat.jsonl", chats)
-    write("preferences.jsonl", pairs)
-    write("facts.jsonl", map(vars, facts))
-    for name, items in tasks.items():
-        write(f"tasks/{name}.jsonl", items)
+    files = {"chat": chats, "preferences": pairs, "facts": list(map(vars, facts))}
+    files |= {f"documents/part-{k}": [d._asdict() for d in documents[k * size :][:size]] for k in range(SHARDS)}
+    files |= {f"tasks/{name}": items for name, items in tasks.items()}
+    for name, lines in files.items():
+        path = folder / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
+    for name in tasks:
         kind = {"agreement": "minimal_pair", "chat": "chat"}.get(name.split("_")[1], "completion")
         source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}}}
         settings = {"task": name, **source, "test_split": "test", **table("tasks")[kind]}
@@ -116,8 +111,8 @@ def conversations(exchanges: Sequence[Exchange], rng: random.Random) -> list[Ite
     rng.shuffle(talks)
     lines = []
     for i, turns in enumerate(talks):
-        pairs = (("user", turn.question, "assistant", turn.answer) for turn in turns)
-        messages = [{"role": role, "content": text} for pair in pairs for role, text in (pair[:2], pair[2:])]
+        said = [pair for turn in turns for pair in (("user", turn.question), ("assistant", turn.answer))]
+        messages = [{"role": role, "content": text} for role, text in said]
         kind, language = turns[0].kind if len(turns) == 1 else "talk", turns[0].lang
         lines.append({"id": f"{language}-chat-{i:05d}", "messages": messages, "kind": kind, "lang": language})
     return lines
@@ -126,9 +121,7 @@ def conversations(exchanges: Sequence[Exchange], rng: random.Random) -> list[Ite
 def preferences(exchanges: Sequence[Exchange], facts: Sequence[Fact], rng: random.Random) -> list[Item]:
     """Return the lines of preferences.jsonl: the rejected answer is false, curt, or in the other language."""
     pairs = []
-    for exchange in exchanges:
-        if (fact := exchange.fact) is None:
-            continue
+    for exchange, fact in [(exchange, exchange.fact) for exchange in exchanges if exchange.fact]:
         language, other = exchange.lang, {"en": "fr", "fr": "en"}[exchange.lang]
         kind = rng.choice(["false", "false", "curt"] + ["language"] * (other in fact.stated))
         if kind == "language":

@@ -55,7 +55,7 @@ def _joined_sums(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple
     return largest, left[1] * jnp.exp(left[0] - largest) + right[1] * jnp.exp(right[0] - largest)
 
 
-def _backward(on_cpu: bool, saved: tuple[Array, ...], gradient: Sums) -> tuple[Array, None, None]:
+def _backward(on_cpu: bool, saved: tuple[Array, ...], gradient: Sums) -> tuple[Float[Array, "*N V"], None, None]:
     logits, targets, weights, log_z = saved
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     d_logits = jnp.exp(logits - log_z[..., None]) - (targets[..., None] == column)
@@ -278,9 +278,5 @@ class PreferenceLoss(Layer):
             "logps/chosen": policy[:, 0::2],
             "logps/rejected": policy[:, 1::2],
         }
-
-        def total(values: Float[Array, "B N/2"]) -> Float[Array, ""]:
-            return jnp.sum(jnp.where(there, values, 0.0))
-
-        metrics = {name: (jax.lax.stop_gradient(total(each)), pairs) for name, each in values.items()}
-        return Result(Loss(total(losses), pairs), metrics=metrics)
+        metrics = {name: (jnp.sum(each, where=there), pairs) for name, each in jax.lax.stop_gradient(values).items()}
+        return Result(Loss(jnp.sum(losses, where=there), pairs), metrics=metrics)

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field, model_validator
 
 from affinage.config.settings import Settings
@@ -15,6 +16,9 @@ from affinage.model.apply_config import Layout
 from affinage.model.layer import Batch, LayerContext, Pairs, ParamSpec, PyTree, Result
 from affinage.model.layers.dense import GATED, Activation, activate
 from affinage.model.layers.losses import next_tokens
+
+Scores = Float[Array, "B S E"]  # of each expert for a token
+Choices = Int[Array, "B S K"]  # the experts of a token
 
 
 class Slots(NamedTuple):
@@ -107,18 +111,13 @@ class MoeSettings(Settings):
         buffers = to_slots(x, slots).reshape(x.shape[0], self.experts, -1, x.shape[2])
         # Filled where the row is, then sent to where the expert is, and back.
         buffers = layout.resplit(buffers, of_rows, of_experts)
-
-        def times(values: Array, matrices: Array) -> Array:
-            return jnp.einsum("becd,edf->becf", values, matrices)
-
-        def pin(hidden: Array) -> Array:
-            return layout.constrain(hidden, ("expert_rows", "experts", None, "ffn"))
-
+        times = partial(jnp.einsum, "becd,edf->becf")
+        pin = partial(layout.constrain, axes=("expert_rows", "experts", None, "ffn"))
         answers = layout.resplit(self._answers(kernels, buffers, times, pin), of_experts, of_rows)
         return from_slots(answers.reshape(x.shape[0], -1, x.shape[2]), slots)
 
     def _sorted(
-        self, kernels: PyTree, x: Float[Array, "B S D"], experts: Int[Array, "B S K"], layout: Layout
+        self, kernels: PyTree, x: Float[Array, "B S D"], experts: Choices, layout: Layout
     ) -> Float[Array, "B S K D"]:
         """With tokens sorted by expert (MegaBlocks: Gale et al., 2022): each device sorts those that it has."""
 
@@ -144,7 +143,7 @@ class MoeSettings(Settings):
         return times(pin(activate(self.activation, up, gate)), kernels["down"])
 
     def _by_products(
-        self, logits: Array, probabilities: Array, experts: Array, taken: Array, batch: Batch
+        self, logits: Scores, probabilities: Scores, experts: Choices, taken: Bool[Array, "B S K"], batch: Batch
     ) -> tuple[Pairs, Pairs]:
         """Losses and metrics over the positions whose prediction counts."""
         weights = jnp.ones(taken.shape[:2], jnp.float32)
@@ -177,7 +176,7 @@ class MoeSettings(Settings):
         return 2 * rows * width * (length * self.experts + products * choices * self.width)
 
 
-def slots_by_capacity(experts: Int[Array, "B S K"], number: int, capacity: int) -> Slots:
+def slots_by_capacity(experts: Choices, number: int, capacity: int) -> Slots:
     """Each of `number` experts takes the first `capacity` choices of a row that fall on it, the others get no slot.
 
     What a token gets depends on nothing after it, padding included, and on no other row.
