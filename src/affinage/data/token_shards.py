@@ -220,9 +220,9 @@ def write_shard(
 
 def _put_array(place: str, name: str, array: np.ndarray) -> dict[str, Any]:
     """Write an array as .npy into a folder or at a URL; return {rows, bytes, sha256}."""
-    header = io.BytesIO()
+    array, header = np.ascontiguousarray(array), io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    parts = (header.getvalue(), array.data.cast("B"))  # large arrays are not copied
+    parts = (header.getvalue(), array.reshape(-1).view(np.uint8).data)  # large arrays are not copied
     _put(place, name, *parts)
     digest = hashlib.sha256(parts[0])
     digest.update(parts[1])
