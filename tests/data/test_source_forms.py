@@ -8,14 +8,14 @@ import zlib
 import pytest
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import DamagedFile, SourceFile, kind_of
+from affinage.data.files import DamagedFile, Part, kind_of
 from affinage.data.readers import BadRecord, read_records
 from affinage.data.wikipedia import wikitext_to_text
 from source_forms import book, collected, dump_streams, html, page, prose, web_archive, write_lines
 
 
 def records(path, **settings):
-    file = SourceFile(str(path), path.name, kind_of(path.name), path.stat().st_size)
+    file = Part(str(path), path.name, kind_of(path.name), path.stat().st_size)
     return list(read_records(file, SourceSettings(path=str(path), **settings)))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import TuningSettings
 from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
-from affinage.data.files import DamagedFile, Part, SourceFile
+from affinage.data.files import DamagedFile, Part
 from affinage.data.ingest import find_parts
 from affinage.data.json_files import encodable
 from affinage.data.places import located
@@ -176,7 +176,7 @@ def read_examples(part: Part, settings: SourceSettings, *, pairs: bool = False) 
     Raises UserError for a file that is damaged.
     """
     parse = parse_pair if pairs else parse_conversation
-    where = part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name
+    where = part.url.removeprefix("file://") or part.name
     try:
         for row in read_rows(part, settings, of_text=False):
             place = row.id if isinstance(row, BadRecord) else row[0]
