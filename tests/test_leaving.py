@@ -129,29 +129,28 @@ def test_a_run_can_be_told_to_stop_from_its_start_on(seconds: float, tmp_path: P
     assert process.returncode == 75 and "Traceback" not in said, said
 
 
-HEARD = """
-import os, signal, sys, time
-from affinage.errors import Preempted
-from affinage.stopping import StopSignals
-try:
-    with StopSignals() as process:
-        try: os.kill(os.getpid(), signal.SIGTERM); [sum(range(100)) for _ in range(10**9)]
-        except Exception as error: {of_the_error}
-        time.sleep(600)
-except Preempted as told: print(told, file=sys.stderr); sys.exit(75)
+# A library that makes something else of the error by which a signal is heard.
+LIBRARY = """
+try: os.kill(os.getpid(), signal.SIGTERM); [sum(range(100)) for _ in range(10**9)]
+except Exception as error: {instead}
+time.sleep(600)
 """
+INSTEAD = {
+    "made an error": "raise ValueError('cannot be built') from error",
+    "swallowed, and the next step begins": "pass\nprocess.raise_pending()",
+    "swallowed, and told again": "pass\ntime.sleep(1.6); os.kill(os.getpid(), signal.SIGTERM)",
+}
 
 
-@pytest.mark.parametrize(
-    "of_the_error",
-    [
-        "raise ValueError('cannot be built') from error",
-        "process.raise_pending()",  # it is swallowed, and the next step begins
-        "time.sleep(1.6); os.kill(os.getpid(), signal.SIGTERM)",  # it is swallowed, and told again
-    ],
-)
-def test_a_word_to_stop_is_heard_whatever_a_library_makes_of_the_error_by_which_it_comes(of_the_error: str):
-    ran = python(HEARD.replace("{of_the_error}", of_the_error))
+@pytest.mark.parametrize("instead", INSTEAD)
+def test_a_word_to_stop_is_heard_whatever_a_library_makes_of_it(instead: str):
+    where = LIBRARY.replace("{instead}", INSTEAD[instead])
+    ran = python(
+        "import os, signal, sys, time\n"
+        "from affinage.errors import Preempted\nfrom affinage.stopping import StopSignals\n"
+        f"try:\n    with StopSignals() as process: exec({where!r})\n"
+        "except Preempted as told: print(told, file=sys.stderr); sys.exit(75)\n"
+    )
     assert ran.returncode == 75 and "Traceback" not in ran.stderr, ran.stderr
 
 
@@ -165,10 +164,10 @@ def test_output_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch):
             print("another", flush=True)
 
 
-def test_a_disk_behind_a_network_may_come_back_and_a_full_one_does_not():
-    for number, passes in ((errno.EIO, True), (errno.ESTALE, True), (errno.ENOSPC, False)):
-        message = of_the_machine(OSError(number, os.strerror(number), "runs"))
-        assert isinstance(message, UserError) and isinstance(message, TransientError) == passes
+@pytest.mark.parametrize(("number", "passes"), [(errno.EIO, True), (errno.ESTALE, True), (errno.ENOSPC, False)])
+def test_a_disk_behind_a_network_may_come_back_and_a_full_one_does_not(number: int, passes: bool):
+    message = of_the_machine(OSError(number, os.strerror(number), "runs"))
+    assert isinstance(message, UserError) and isinstance(message, TransientError) == passes
 
 
 IN_NATIVE_CODE = """
@@ -268,9 +267,8 @@ def test_nothing_heavy_is_imported_before_it_is_needed_and_no_tpu_is_looked_for(
     (tmp_path / "libtpu" / "__init__.py").touch()
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
-    heavy = ["jax", "numpy", "pyarrow", "pydantic", "lm_eval", "transformers", "torch"]
-    command = [sys.executable, "-c", IMPORTED, *heavy]
-    shown = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
+    heavy = "jax numpy pyarrow pydantic lm_eval transformers torch".split()
+    shown = python(IMPORTED, *heavy, env=environment, cwd=tmp_path)
     told = ast.literal_eval(shown.stderr.splitlines()[-1])
     assert told.pop("--help") == [] and told.pop("modules") < 500
     assert told.pop("platforms") == "cpu" and "jax" in told.pop("plan") and "quickstart on v4-8" in shown.stdout

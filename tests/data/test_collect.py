@@ -123,24 +123,18 @@ def test_a_huge_line_is_never_held(tmp_path, monkeypatch, suffix):
     path.write_bytes(COMPRESS[suffix](long))
     del long
     tracemalloc.start()
-    try:
-        summary, rows = run(tmp_path, str(path))
-        assert tracemalloc.get_traced_memory()[1] < 20_000_000
-    finally:
-        tracemalloc.stop()
+    summary, rows = run(tmp_path, str(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20_000_000
     assert [row["text"] for row in rows] == ["before", "after"] and summary["removed"] == {"too large": 1}
-
-
-@pytest.mark.parametrize("path", ["nowhere.jsonl", "*.jsonl", "picture.png", "nosuch://bucket/a.jsonl"])
-def test_a_source_that_is_not_there_is_refused(tmp_path, path):
-    (tmp_path / "picture.png").write_bytes(b"x")
-    error = refused(run, tmp_path, path if "://" in path else str(tmp_path / path))
-    assert error.where == "data.sources[0]" and path in error.what
 
 
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
+        *((name, None, "data.sources[0]: no such file") for name in ("nowhere.jsonl", "*.jsonl")),
+        ("picture.png", b"x", "data.sources[0]: no such file"),
         ("a.jsonl", b"", "no document"),
         ("a.jsonl", b'{"body": "x", "n": 1}\n', "body, n"),
         ("a.jsonl", b"plain words\nmore", "not JSON"),
@@ -154,9 +148,11 @@ def test_a_source_that_is_not_there_is_refused(tmp_path, path):
     ],
 )
 def test_an_unusable_source_is_one_message(tmp_path, name, content, told):
-    (tmp_path / name).write_bytes(content)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     error = refused(run, tmp_path, str(tmp_path / name))
     assert told in str(error) and name in str(error)
+    assert refused(run, tmp_path, "nosuch://bucket/a.jsonl").where == "data.sources[0]"
 
 
 @pytest.mark.parametrize(("suffix", "cut", "least"), [(".gz", 8, 5), (".xz", 4, 5), (".gz", 5_000, 100)])
@@ -168,16 +164,13 @@ def test_what_stands_before_the_end_of_a_truncated_file_is_kept(tmp_path, suffix
     assert least <= len(rows) <= count and summary["removed"]["damaged file"] == 1
 
 
-def numbered(first, count):
-    return [{"id": str(i), "text": f"text {i:04d} " + "x" * 90} for i in range(first, first + count)]
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Three files, each a task of its own."""
     monkeypatch.setattr(ingesting, "TASK_BYTES", 10_000)
     for k in range(3):
-        write_lines(tmp_path / "texts" / f"{k}.jsonl", numbered(100 * k, 50))
+        lines = [{"id": str(i), "text": f"text {i:04d} " + "x" * 90} for i in range(100 * k, 100 * k + 50)]
+        write_lines(tmp_path / "texts" / f"{k}.jsonl", lines)
     return tmp_path / "texts"
 
 
@@ -202,7 +195,7 @@ def test_a_large_file_is_read_in_parts_that_lose_nothing(tmp_path, monkeypatch, 
     for size in (700, 1_009, 5_000):
         monkeypatch.setattr(ingesting, "TASK_BYTES", size)
         found = run(tmp_path, str(tmp_path / name))[1]
-        assert [row["text"] for row in found] == [row["text"] for row in whole] == [row["text"] for row in rows]
+        assert [row["text"] for row in found] == [row["text"] for row in rows]
         assert len({row["id"] for row in found}) == 300
         assert name == "big.jsonl" or found == whole, "rows are numbered in the file"
 

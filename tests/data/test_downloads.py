@@ -10,10 +10,10 @@ import pytest
 
 import hub_server
 from affinage.config.data import SourceSettings
-from affinage.data import executor, hub_datasets
+from affinage.data import executor, readers
 from affinage.data.files import CACHE_VARIABLE, cached, cached_path
-from affinage.data.hub_datasets import at_commit
 from affinage.data.places import limit_requests
+from affinage.data.readers import at_commit
 from hub_server import Fault
 from run_affinage import refused
 from source_forms import collected, write_lines
@@ -67,12 +67,15 @@ def test_a_file_that_changed_in_between_is_fetched_whole(server, content):
     assert cached(url_of(server)).read_bytes() == content
 
 
-def test_a_file_with_another_hash_is_refused_and_not_kept(server, tmp_path):
+def test_a_copy_is_read_where_the_server_fails_and_a_file_with_another_hash_is_refused_and_not_kept(server, tmp_path):
+    rows = collected(tmp_path / "first", url_of(server))[1]
+    server.faults[:] = [Fault("lines", 503, times=1)]
+    assert collected(tmp_path / "again", url_of(server))[1] == rows and len(rows) == 3_000
     source = {"path": url_of(server), "sha256": hashlib.sha256(CONTENT).hexdigest()}
-    assert len(collected(tmp_path / "one", source)[1]) == 3_000
+    assert collected(tmp_path / "one", source)[1] == rows
     server.commit("models/me/files", {"lines.jsonl": CONTENT[::-1]})
     server.requests.clear()
-    assert len(collected(tmp_path / "two", source)[1]) == 3_000 and not server.requests, "the copy is the expected file"
+    assert collected(tmp_path / "two", source)[1] == rows and not server.requests, "the copy is the expected file"
     for _ in range(2):
         error = refused(collected, tmp_path / "three", source | {"sha256": "0" * 64})
         assert hashlib.sha256(CONTENT[::-1]).hexdigest() in error.what and "0" * 64 in error.what
@@ -88,13 +91,10 @@ def test_what_the_server_refuses(server, status, tmp_path):
     refused(collected, tmp_path / "one", url_of(server), match=r"cannot reach .*lines.jsonl")
 
 
-def test_a_recipe_reads_a_web_address_the_second_time_from_the_cache(server, tmp_path):
-    _, rows = collected(tmp_path / "one", url_of(server))
-    server.faults[:] = [Fault("lines", 503, times=99)]
-    assert collected(tmp_path / "two", url_of(server))[1] == rows and len(rows) == 3_000
-
-
 # ---- datasets of Hugging Face's library
+
+
+EXPECTED = [f"text {file}-{row} of the dataset" for file in range(3) for row in range(40)]
 
 
 @pytest.fixture
@@ -103,25 +103,17 @@ def tables(tmp_path):
     folder = tmp_path / "tables"
     (folder / "data").mkdir(parents=True)
     for file in range(3):
-        rows = range(40)
-        columns = {
-            "text": [f"text {file}-{row} of the dataset" for row in rows],
-            "url": [f"https://a.example/{file}/{row}" for row in rows],
-            "lang": ["fr" if row % 4 == 0 else "en" for row in rows],
-            "other": [[1.0, 2.0]] * len(rows),
-        }
+        urls = [f"https://a.example/{file}/{row}" for row in range(40)]
+        columns = {"text": EXPECTED[40 * file :][:40], "url": urls, "lang": ["fr", *["en"] * 3] * 10}
+        columns["other"] = [[1.0, 2.0]] * 40
         pq.write_table(pa.table(columns), folder / "data" / f"train-{file:05d}-of-00003.parquet", row_group_size=7)
     return folder
-
-
-EXPECTED = [f"text {file}-{row} of the dataset" for file in range(3) for row in range(40)]
 
 
 def test_a_folder_of_parquet_or_json_lines(tables, tmp_path):
     summary, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "tables", "license": "odc-by"})
     assert [row["text"] for row in rows] == EXPECTED and summary["documents_out"] == 120
-    facts = {"source": "tables", "language": "en?", "license": "odc-by", "text": EXPECTED[41]}
-    facts |= {"language_score": None}
+    facts = {"source": "tables", "language": "en?", "license": "odc-by", "text": EXPECTED[41], "language_score": None}
     assert rows[41] == facts | {"id": "tables/1-of-3#2", "url": "https://a.example/1/1"}
     write_lines(tmp_path / "lines" / "train.jsonl", [{"body": f"line {i}", "id": i} for i in range(9)])
     _, rows = collected(tmp_path / "lines-out", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
@@ -176,7 +168,7 @@ def hub(monkeypatch):
 )
 def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix, monkeypatch):
     hub.faults[:] = [fault]
-    monkeypatch.setattr(hub_datasets, "limit_requests", partial(limit_requests, 0.5))
+    monkeypatch.setattr(readers, "limit_requests", partial(limit_requests, 0.5))
     settings = SourceSettings(dataset="some/data", revision="v2" if "revision" in words else "")
     error = refused(at_commit, settings, "data.sources[0]")
     assert words in error.what and error.where == "data.sources[0]" and fix in error.fix

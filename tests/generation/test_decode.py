@@ -1,5 +1,6 @@
 """Decoding with a cache against transformers and the full forward pass, and the promises about when it ends."""
 
+import signal
 from dataclasses import replace
 
 import jax
@@ -83,24 +84,25 @@ def test_generation_never_leaves_the_context():
             generate(model, [prompt], SamplingParams(1))
 
 
-def test_streamed_pieces_make_up_the_generation_whatever_a_slot_holds_of_the_prompt():
-    model, params = tiny_llama(), SamplingParams(24, ignore_eos=True)
+def test_streamed_pieces_make_up_the_generation_whatever_a_slot_holds_of_the_prompt(monkeypatch):
+    model, params, prompt = tiny_llama(), SamplingParams(24, ignore_eos=True), list(PROMPTS[2])
     engine = Engine(model, max_num_seqs=1, interactive=True)
-    prompt = list(PROMPTS[2])
+
+    def pieces(prompt):
+        return [text for _, text, _ in engine.run([EngineRequest(prompt, params)])]
+
     for _ in range(3):  # turns of a conversation
         (whole,) = generate(model, [prompt], params)
         for _ in range(2):  # the second time the slot holds all of the prompt
-            pieces = [text for _, text, _ in engine.run([EngineRequest(prompt, params)])]
-            assert "".join(pieces) == whole.text and len(pieces) > 3
+            assert "".join(streamed := pieces(prompt)) == whole.text and len(streamed) > 3
         prompt = [*prompt, *whole.tokens[:10], 99, 98]
     stream = engine.run([EngineRequest(prompt, params)])
     next(stream)
     stream.close()
-    (other,) = generate(model, [PROMPTS[3]], params)
-    assert (
-        not engine.active
-        and "".join(text for _, text, _ in engine.run([EngineRequest(PROMPTS[3], params)])) == other.text
-    )
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # while a program has the cache
+        patch.setattr(engine, "_receive", lambda *_: signal.raise_signal(signal.SIGINT))
+        pieces(prompt)
+    assert not engine.active and "".join(pieces(prompt)) == generate(model, [prompt], params)[0].text
 
 
 def test_log_probabilities_are_those_of_the_full_forward_pass():
@@ -273,8 +275,6 @@ def test_a_draw_depends_on_seed_row_and_step_and_on_nothing_else():
     assert all(draw(logits, *other)[0] != alone[0] for other in others)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}, {"stop": ("",)}]
-)
-def test_values_out_of_range_are_refused(wrong):
-    refused(lambda: SamplingParams(**wrong))
+def test_values_out_of_range_are_refused():
+    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}, {"stop": ("",)}):
+        refused(SamplingParams, **wrong)

@@ -34,19 +34,22 @@ def expected(prompt: list[int], tokens: int, rows: int = 1, **settings: object) 
     return generate(tiny_llama(), [prompt] * rows, SamplingParams(tokens, **settings))  # type: ignore[arg-type]
 
 
-def chat_prompt(messages: list[dict[str, str]]) -> list[int]:
-    return encode_prompt(messages, tiny_llama().tokenizer, "")
+PROMPT = [tiny_llama().tokenizer.bos, *tiny_llama().tokenizer.encode("The capital")]
+CHAT_PROMPT = encode_prompt(MESSAGES, tiny_llama().tokenizer, "")
 
 
 def test_a_chat_is_answered_as_the_generator_answers_it(client: openai.OpenAI):
-    prompt = chat_prompt(MESSAGES)
     said = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, n=2, **SAMPLED)
-    wanted = expected(prompt, 9, rows=2, **SAMPLED)
+    wanted = expected(CHAT_PROMPT, 9, rows=2, **SAMPLED)
     assert [choice.message.content for choice in said.choices] == [one.text for one in wanted]
     assert wanted[0].text != wanted[1].text and [model.id for model in client.models.list()] == ["tiny"] == [said.model]
     assert said.choices[0].message.role == "assistant" and said.choices[0].finish_reason == "length"
     written = sum(len(one.tokens) for one in wanted)
-    usage = {"prompt_tokens": len(prompt), "completion_tokens": written, "total_tokens": len(prompt) + written}
+    usage = {
+        "prompt_tokens": len(CHAT_PROMPT),
+        "completion_tokens": written,
+        "total_tokens": len(CHAT_PROMPT) + written,
+    }
     assert usage.items() <= said.usage.model_dump().items()
     unseeded = [client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9) for _ in range(3)]
     assert len({one.choices[0].message.content for one in unseeded}) > 1, "temperature 1 unless a client says otherwise"
@@ -54,7 +57,7 @@ def test_a_chat_is_answered_as_the_generator_answers_it(client: openai.OpenAI):
 
 def test_a_streamed_chat_comes_in_pieces_and_is_the_same(client: openai.OpenAI):
     settings = {"max_tokens": 40, "temperature": 0, "stream_options": {"include_usage": True}}
-    whole = expected(chat_prompt(MESSAGES), 40)[0]
+    whole = expected(CHAT_PROMPT, 40)[0]
     stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, **settings)
     events = list(stream)
     assert events[0].choices[0].delta.role == "assistant"
@@ -66,36 +69,31 @@ def test_a_streamed_chat_comes_in_pieces_and_is_the_same(client: openai.OpenAI):
 
 
 def test_texts_are_continued_from_strings_and_from_tokens_up_to_stop_strings(client: openai.OpenAI):
-    model = tiny_llama()
-    prompt = [model.tokenizer.bos, *model.tokenizer.encode("The capital")]
-    free = expected(prompt, 30)[0].text
+    free = expected(PROMPT, 30)[0].text
     stop = free[10:13]
-    for asked in ("The capital", prompt):
+    for asked in ("The capital", PROMPT):
         said = client.completions.create(model="tiny", prompt=asked, max_tokens=30, temperature=0, stop=stop)
         assert said.choices[0].text == free[: free.index(stop)] and said.choices[0].finish_reason == "stop"
     with pytest.raises(openai.BadRequestError, match="999999"):
         client.completions.create(model="tiny", prompt=[2, 999999])
     several = client.completions.create(model="tiny", prompt=["The capital", "La"], max_tokens=5, temperature=0)
     assert [choice.index for choice in several.choices] == [0, 1]
-    assert several.choices[0].text == expected(prompt, 5)[0].text != several.choices[1].text
-    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 30, "temperature": 0, "stop": [stop]}
+    assert several.choices[0].text == expected(PROMPT, 5)[0].text != several.choices[1].text
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": [stop]}
     stream = client.completions.create(**asked, stream=True)
     assert "".join(event.choices[0].text for event in stream) == free[: free.index(stop)]
 
 
 def test_log_probabilities_of_answers_and_of_prompts(client: openai.OpenAI):
-    model = tiny_llama()
-    prompt = [model.tokenizer.bos, *model.tokenizer.encode("The capital")]
-    wanted = token_logprobs(model, [*prompt, *expected(prompt, 5)[0].tokens], 2)
-    settings = {"model": "tiny", "prompt": prompt, "max_tokens": 5, "temperature": 0, "logprobs": 2}
+    wanted = token_logprobs(tiny_llama(), [*PROMPT, *expected(PROMPT, 5)[0].tokens], 2)
+    settings = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 2}
     found = client.completions.create(**settings, echo=True).choices[0].logprobs
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
     assert found.token_logprobs[1:] == pytest.approx([own[1] for own, *_ in wanted[1:]], abs=1e-4)
-    assert len(found.tokens) == len(found.top_logprobs) == len(found.text_offset) == len(prompt) + 5
+    assert len(found.tokens) == len(found.top_logprobs) == len(found.text_offset) == len(PROMPT) + 5
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3, "temperature": 0}
     said = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
-    chat = chat_prompt(MESSAGES)
-    wanted = token_logprobs(model, [*chat, *expected(chat, 3)[0].tokens], 2)[-3:]
+    wanted = token_logprobs(tiny_llama(), [*CHAT_PROMPT, *expected(CHAT_PROMPT, 3)[0].tokens], 2)[-3:]
     entries = said.choices[0].logprobs.content
     assert [one.logprob for one in entries] == pytest.approx([own[1] for own, *_ in wanted], abs=1e-4)
     assert [len(one.top_logprobs) for one in entries] == [2, 2, 2]
@@ -200,7 +198,7 @@ def test_an_error_of_the_device_is_not_shown_and_the_next_request_is_answered(cl
         client.chat.completions.create(**settings)
     assert "memory" not in str(failed.value)
     again = client.chat.completions.create(**settings)
-    assert again.choices[0].message.content == expected(chat_prompt(MESSAGES), 2)[0].text
+    assert again.choices[0].message.content == expected(CHAT_PROMPT, 2)[0].text
 
 
 def test_a_full_queue_says_when_to_come_again_and_a_client_that_leaves_frees_its_place(served: Running, client):

@@ -173,8 +173,10 @@ def compare(
         write_page(render_comparison(compared, lang), html)
         facts["page"] = str(html)
     shown = [row | {"summary": None, "scores": None} for row in facts["runs"]]
-    many = ["With 95 % intervals, about 1 in 20 null differences looks significant."] * (len(facts["differences"]) > 5)
-    emit(facts, as_json, described(facts | {"runs": shown, "notes": facts["notes"] + many}))
+    notes = facts["notes"]
+    if len(facts["differences"]) > 5:
+        notes = [*notes, "With 95 % intervals, about 1 in 20 null differences looks significant."]
+    emit(facts, as_json, described(facts | {"runs": shown, "notes": notes}))
 
 
 def _entrant(target: "Target", runs: Path) -> "Entrant":

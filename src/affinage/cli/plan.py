@@ -63,9 +63,9 @@ def plan(
             plans, refused = compare(planned.loaded.recipe, planned.graph)
         errors = [{"slice": slice.name, "error": error.what, "fix": error.fix} for slice, error in refused]
         facts = {"plans": [_row(made) for made in plans], "refused": errors}
-    elif curve:  # the efficiency is that of a chip, relative to the smallest slice
+    elif curve:
         points = scaled(planned.loaded.recipe, planned.graph, curve, where)
-        facts = {"curve": [_row(made) | {"efficiency": efficiency} for made, efficiency in points]}
+        facts = {"curve": [_row(made) | {"of_ideal": efficiency} for made, efficiency in points]}
     elif width is not None:
         facts = _capacity(planned, where, width, tries)
     elif search:
@@ -183,10 +183,10 @@ def _row(made: "Plan") -> dict[str, Any]:
     """What a table of plans has of one."""
     row: dict[str, Any] = {"slice": made.where.name, "chips": made.where.chips, "mesh": _mesh(made)}
     row |= {"fits": "nearly" if made.nearly_full else "yes" if made.fits else "no"}
-    row |= {"GiB": made.memory.total / GiB, "of GiB": made.capacity / GiB, "s/step": made.time.seconds}
-    row |= {"tokens/s": round(made.tokens_per_second), "MFU": made.mfu and round(made.mfu, 3)}
-    row |= {"hours": made.seconds / 3600, "$": made.cost, "$/1e9 tokens": made.cost_per_billion}
-    return row | {"bound by": made.time.bound}
+    row |= {"memory_gib": made.memory.total / GiB, "of_gib": made.capacity / GiB, "step_time": made.time.seconds}
+    row |= {"tokens_per_second": round(made.tokens_per_second), "mfu": made.mfu and round(made.mfu, 2)}
+    row |= {"hours": made.seconds / 3600, "cost": made.cost, "cost_per_billion_tokens": made.cost_per_billion}
+    return row | {"bound_by": made.time.bound}
 
 
 def _search(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str, Any], list[Any]]:
@@ -199,7 +199,7 @@ def _search(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[s
     with working("searching") as progress:
         found, candidates, estimated = search(recipe, planned.graph, where, progress=progress)
     for candidate, made in found:
-        row = {"micro-batches": candidate.micro_batches, "remat": candidate.remat} | _row(made)
+        row = {"micro_batches": candidate.micro_batches, "remat": candidate.remat} | _row(made)
         report = planned.compiled(where, candidate.overrides(recipe)) if compile_step else None
         best.append(row | {"compiler": report and _verdict(report), "settings": candidate.settings(recipe)})
         if not paste and (report is None or report.fits):

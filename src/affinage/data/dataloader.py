@@ -269,15 +269,13 @@ class DataLoader:
         """Return the batch of `step`, or a part of it; see `batches`."""
         return self.batches(step, 1, part, parts)[0]
 
-    def iterate(self, number: int = 0) -> Iterator[Batch]:
-        """Return the batches from `number` on, which counts from 0, for ever; see `prefetch`."""
-        return self.iterate_part(number, 0, 1)
-
-    def iterate_part(self, number: int, part: int, parts: int) -> Iterator[Batch]:
-        """See `affinage.training.trainer.Feed`."""
+    def iterate(self, number: int = 0, part: int = 0, parts: int = 1) -> Iterator[Batch]:
+        """Return the batches from `number` on, which counts from 0, or a part of each, for ever; see `prefetch`."""
         count = TOKENS_AT_ONCE * parts // (self.batch_size * self.context)
         count = min(max(count, 1), STEPS_AT_ONCE)
         return prefetch(lambda first: self.batches(first, count, part, parts), number, count)
+
+    iterate_part = iterate  # see `affinage.training.trainer.Feed`
 
 
 def prefetch(make: Callable[[int], list[Batch]], start: int, stride: int) -> Iterator[Batch]:

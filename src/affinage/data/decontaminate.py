@@ -2,8 +2,7 @@
 
 A match is a run of `n_grams` words of an item, or a shorter item whole. Runs that more than `BOILERPLATE` items of a
 benchmark, or texts, have in common are no match. A word is a run of letters, numbers and marks, with case folded and
-accents kept, or an ideograph. Punctuation, signs and HTML tags separate words and are not compared: quoting by `> `,
-tables by `|` and `<br>` between words change nothing. Texts are repaired and in normal form C on both sides.
+accents kept, or an ideograph; all else separates words, as do HTML tags. Texts are repaired on both sides.
 """
 
 import json
@@ -19,14 +18,15 @@ from typing import Any, NamedTuple
 import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from affinage.config.data import DecontaminateSettings
 from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
-from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, document_files, read_documents
+from affinage.data.dedup import hash_words, longest_text, shingles
+from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, numbered_files, read_documents
 from affinage.data.executor import LOCAL, Executor
 from affinage.data.json_files import encodable, write_json
-from affinage.data.minhash import hash_words, longest_text, shingles
 from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -36,10 +36,10 @@ TEXT, KEY, START, STOP = range(4)  # columns of hits: the number of a text, that
 _BLANK = re.compile(r"(?<!\w)_+(?!\w)")  # that a choice fills
 _MOST_JOINED = 12  # short texts of an item
 _FILTER_BITS = 16  # per run: of 16 words that begin no run, one is looked up
-MATCHES = "matches.parquet"
 # `text` is the first run in common, as the document has it; `words` counts what white space separates in it.
-_TEXTS = ("document", "source", "url", "benchmark", "item", "text")
-_MATCH = pa.schema([*((name, pa.string()) for name in _TEXTS), ("words", pa.int64())])
+_MATCH = pa.schema(
+    dict.fromkeys(("document", "source", "url", "benchmark", "item", "text"), pa.string()) | {"words": pa.int64()}
+)
 EXAMPLES = 20  # matches in the summary
 _ROWS = 1_000  # of conversations, read at once
 
@@ -53,6 +53,9 @@ class BenchmarkItem(NamedTuple):
     benchmark: str
     id: str
     texts: Sequence[str]
+
+
+Items = Iterable[BenchmarkItem]
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -96,9 +99,8 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
 def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
     """What is searched for of an item: (text, whether it may stand in natural text).
 
-    Those are its texts; sentences with a blank (`_`), filled with each of the item's short texts, for they are
-    published whole; and short texts joined, for a question and its answer may follow each other. A text of other ones
-    with few words between is a prompt of the harness: `Answer:` stands there in no natural text.
+    Those are its texts; sentences with a blank (`_`), filled with each of its short texts; and short texts joined, for
+    a question and its answer may follow each other. A text of others with few words between is a prompt of the harness.
     """
     texts = list(dict.fromkeys(text for text in item.texts if text.strip()))
     short = [text for text in texts if len(text.split()) < min_words][:_MOST_JOINED]
@@ -123,11 +125,11 @@ def _index(
     data: Array, offsets: Array, table: Array, ngram: int, least: int, keys: Array, of: Array
 ) -> tuple[int, Array]:
     """Write hashes of the runs of texts, and which text's; how many, and words per run of each text or 0, int64 [N]."""
-    out, room = 0, longest_text(offsets) + 1
+    out, room = 0, longest_text(offsets)
     words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)
     lengths = np.zeros(offsets.size - 1, np.int64)
     for text in range(offsets.size - 1):
-        count = hash_words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, None, places)
+        count, _ = hash_words(data, offsets, text, table, words, places)
         if min(ngram, count) >= least:
             lengths[text] = min(ngram, count)
             runs = shingles(words, count, ngram, np.uint64(0), keys[out:])
@@ -139,19 +141,18 @@ def _index(
 @kernel
 def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Array, lengths: Array) -> Array:
     """The hits in all texts, int64 [H, 4]."""
-    room = longest_text(offsets) + 1
+    room = longest_text(offsets)
     words, places, runs = np.empty(room, np.uint64), np.empty((room, 2), np.int64), np.empty(room, np.uint64)
     hits = [np.int64(0) for _ in range(0)]
     for text in range(offsets.size - 1):
-        start = np.int64(offsets[text])
-        word_count = hash_words(data, start, np.int64(offsets[text + 1]), words_table, words, None, places)
+        word_count, _ = hash_words(data, offsets, text, words_table, words, places)
         for length in lengths:
             for k in range(shingles(words, word_count, length, np.uint64(0), runs) if word_count >= length else 0):
                 bit = np.int64(runs[k] & np.uint64(64 * bits.size - 1))
                 if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1):
                     key = np.searchsorted(keys, runs[k])
                     if key < keys.size and keys[key] == runs[k]:
-                        hits.extend((np.int64(text), key, places[k, 0] - start, places[k + length - 1, 1] - start))
+                        hits.extend((np.int64(text), key, places[k, 0], places[k + length - 1, 1]))
     return np.array(hits, np.int64).reshape(-1, 4)
 
 
@@ -166,40 +167,34 @@ class ItemIndex:
     runs, uint64 [K]. `too_short` counts the items by benchmark of which no text has enough words to be found by.
     """
 
-    def __init__(
-        self, items: Iterable[BenchmarkItem], n_grams: int, *, min_words: int = 8, boilerplate: int = BOILERPLATE
-    ) -> None:
+    def __init__(self, items: Items, n_grams: int, *, min_words: int = 8, boilerplate: int = BOILERPLATE) -> None:
         self.items, self.n_grams, self.boilerplate = tuple(items), n_grams, boilerplate
         least = min(n_grams, min_words)
-        searched = [(text, k, may) for k, item in enumerate(self.items) for text, may in search_texts(item, least)]
-        owner = np.array([k for _, k, _ in searched], np.int64)
-        natural = np.array([may for *_, may in searched], bool)
-        data, offsets = text_buffers(normalized([text for text, *_ in searched]))
+        searched = [(k, *found) for k, item in enumerate(self.items) for found in search_texts(item, least)]
+        data, offsets = text_buffers(normalized([text for _, text, _ in searched]))
         keys, of = np.empty(int(offsets[-1]) + 1, np.uint64), np.empty(int(offsets[-1]) + 1, np.int64)
         count, lengths = _index(data, offsets, word_table(folded=True), n_grams, least, keys, of)
         self.lengths = np.unique(lengths[lengths > 0])
-        findable = set(owner[(lengths > 0) & natural].tolist())
+        findable = {k for (k, _, natural), length in zip(searched, lengths) if natural and length}
         self.too_short = Counter(item.benchmark for k, item in enumerate(self.items) if k not in findable)
 
-        names = {name: number for number, name in enumerate(dict.fromkeys(item.benchmark for item in self.items))}
-        benchmark = np.array([names[item.benchmark] for item in self.items], np.int64)
-        hashes, members = keys[:count], owner[of[:count]]
-        order = np.lexsort((members, benchmark[members], hashes))
-        order = order[_changes(hashes[order], members[order])]
-        hashes, members = hashes[order], members[order]
-        groups = np.cumsum(_changes(hashes, benchmark[members])) - 1
-        rare = np.bincount(groups)[groups] <= boilerplate
-        self.keys, starts = np.unique(hashes[rare], return_index=True)
-        self._bounds, self._members = np.append(starts, rare.sum()), members[rare]
+        members = np.array([k for k, *_ in searched], np.int64)[of[:count]]
+        benchmarks = pa.array([item.benchmark for item in self.items], pa.string()).take(pa.array(members))
+        runs = pa.table({"run": keys[:count], "benchmark": benchmarks, "item": members})
+        runs = runs.group_by(["run", "benchmark", "item"]).aggregate([])
+        rare = runs.group_by(["run", "benchmark"]).aggregate([("item", "count")])
+        rare = rare.filter(pc.field("item_count") <= boilerplate)
+        runs = runs.join(rare, ["run", "benchmark"], join_type="left semi").sort_by("run")
+        self.keys, starts = np.unique(runs["run"].to_numpy(), return_index=True)
+        self._bounds, self._members = np.append(starts, len(runs)), np.array(runs["item"])
         # A filter before the search in the keys, which lie outside the cache.
         self._bits = np.zeros(1 << max(0, (_FILTER_BITS * self.keys.size // 64).bit_length()), np.uint64)
         bit = self.keys & np.uint64(64 * self._bits.size - 1)
         np.bitwise_or.at(self._bits, bit >> np.uint64(6), np.uint64(1) << (bit & np.uint64(63)))
 
-    def of(self, key: int) -> list[int]:
+    def of(self, key: int) -> np.ndarray:
         """The numbers of the items that have run `key`."""
-        numbers: list[int] = self._members[self._bounds[key] : self._bounds[key + 1]].tolist()
-        return numbers
+        return self._members[self._bounds[key] : self._bounds[key + 1]]
 
     def items_with(self, runs: np.ndarray) -> frozenset[tuple[str, str]]:
         """(benchmark, item) of all items that have one of some runs, bool [K]."""
@@ -207,24 +202,14 @@ class ItemIndex:
         return frozenset((self.items[member].benchmark, self.items[member].id) for member in members)
 
     def scan(self, text: pa.Array) -> np.ndarray:
-        """The runs in a pyarrow string array of texts that are in normal form C: hits, int64 [H, 4], ordered by text
-        and place."""
-        hits = _scan(*text_buffers(text), word_table(folded=True), self.keys, self._bits, self.lengths)
-        ordered: np.ndarray = hits[np.lexsort((hits[:, START], hits[:, TEXT]))]
-        return ordered
+        """The hits in a string array of texts in normal form C, int64 [H, 4], ordered by text and place."""
+        hits: np.ndarray = _scan(*text_buffers(text), word_table(folded=True), self.keys, self._bits, self.lengths)
+        return hits[np.lexsort((hits[:, START], hits[:, TEXT]))]
 
     def texts_with(self, hits: np.ndarray) -> np.ndarray:
         """In how many texts each run is, int64 [K]."""
         pairs = np.unique(hits[:, [TEXT, KEY]], axis=0)
-        counts: np.ndarray = np.bincount(pairs[:, 1], minlength=self.keys.size)
-        return counts
-
-
-def _changes(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Where either array differs from its element before, bool; true at the start."""
-    changes = np.ones(first.size, bool)
-    changes[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
-    return changes
+        return np.bincount(pairs[:, 1], minlength=self.keys.size)
 
 
 def normalized(texts: Sequence[str]) -> pa.Array:
@@ -236,60 +221,45 @@ def normalized(texts: Sequence[str]) -> pa.Array:
 
 
 def decontaminate(
-    documents_folder: Path,
-    folder: Path,
-    settings: DecontaminateSettings,
-    items: Iterable[BenchmarkItem],
-    *,
-    executor: Executor = LOCAL,
+    source: Path, folder: Path, settings: DecontaminateSettings, items: Items, *, executor: Executor = LOCAL
 ) -> dict[str, Any]:
-    """Copy the documents that hold no item to `folder`, write `matches.parquet`, and return the summary.
+    """Copy the documents of `source` that hold no item to `folder`, write `matches.parquet`, and return the summary.
 
-    Removed documents count as `in a benchmark`. The summary has `benchmarks` (items, those too short to be found, those
-    found, the documents they are in, and those that are `common`: copied to more than `BOILERPLATE` documents, which
-    stay) and `matches` (the first). An interrupted call resumes with the missing files.
+    This has `benchmarks` (items, those too short to be found, those found, the documents they are in, and those that
+    are `common`: in more than `BOILERPLATE` documents, which stay) and the first `matches`. A killed call resumes.
     """
-    index, paths = ItemIndex(items, settings.n_grams), document_files(documents_folder)
+    index = ItemIndex(items, settings.n_grams)
 
-    def scan(path: Path) -> list[list[int]]:
-        """Return the hits in a file, in which its documents are counted."""
-        rows, documents = [], 0
+    def scan(task: tuple[Path, int]) -> list[list[int]]:
+        """Return the hits in a file, whose documents are numbered from `first`."""
+        rows, (path, first) = [], task
         for batch in read_documents(path, ["text"]):
             hits = index.scan(batch.column("text"))
-            hits[:, TEXT] += documents
+            hits[:, TEXT] += first
             rows += hits.tolist()
-            documents += batch.num_rows
+            first += batch.num_rows
         return rows
 
-    scanned = executor.map(scan, paths, folder / "scans", threads=True, label="scanning")
-    hits = [np.array(rows, np.int64).reshape(-1, 4) for rows in scanned]
-    common = np.sum([index.texts_with(rows) for rows in hits], axis=0, initial=0) > index.boilerplate
+    tasks = numbered_files(source)
+    scanned = executor.map(scan, tasks, folder / "scans", threads=True, label="scanning")
+    hits = np.concatenate([np.array(rows, np.int64).reshape(-1, 4) for rows in scanned])
+    common = index.texts_with(hits) > index.boilerplate
+    hits = hits[~common[hits[:, KEY]]]
 
-    def copy(task: tuple[Path, np.ndarray]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Copy a file without the documents that have hits; return the statistics and all matches."""
-        (path, hits), matches = task, []
-        hits = hits[~common[hits[:, KEY]]]
+    def items_in(batch: pa.RecordBatch, first: int, stats: Stats) -> Verdicts:
+        verdicts = {}
+        own = hits[slice(*np.searchsorted(hits[:, TEXT], [first, first + batch.num_rows]))]
+        for text in np.unique(own[:, TEXT]).tolist():
+            matches = _matches(batch.slice(text - first, 1).to_pylist()[0], own[own[:, TEXT] == text], index)
+            stats.notes += matches
+            best = max(matches, key=lambda match: int(match["words"]))
+            detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
+            verdicts[text - first] = "in a benchmark", detail
+        return verdicts
 
-        def items_in(batch: pa.RecordBatch, before: int) -> Verdicts:
-            verdicts = {}
-            own = hits[slice(*np.searchsorted(hits[:, TEXT], [before, before + batch.num_rows]))]
-            for text in np.unique(own[:, TEXT]).tolist():
-                own_matches = _matches(batch.slice(text - before, 1).to_pylist()[0], own[own[:, TEXT] == text], index)
-                matches.extend(own_matches)
-                best = max(own_matches, key=lambda match: int(match["words"]))
-                detail = f"{best['benchmark']} {best['item']}: {best['text'][:SAMPLE_CHARACTERS]}"
-                verdicts[text - before] = "in a benchmark", detail
-            return verdicts
-
-        return copy_documents(path, documents_folder, folder, items_in), matches
-
-    copies = executor.map(copy, list(zip(paths, hits)), folder / "copies", threads=True, label="copying")
-    total = Stats.total(stats for stats, _ in copies)
-    matches = [match for _, own in copies for match in own]
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(matches, _MATCH), folder / MATCHES, compression="zstd")
-    for stage in ("scans", "copies"):
-        shutil.rmtree(folder / stage, ignore_errors=True)
+    total = copy_documents(source, folder, items_in, executor)
+    pq.write_table(pa.Table.from_pylist(matches := total.notes, _MATCH), folder / "matches.parquet", compression="zstd")
+    shutil.rmtree(folder / "scans")
     matched = {(match["benchmark"], match["item"]) for match in matches}
     documents = {(match["benchmark"], match["source"], match["document"]) for match in matches}
     numbers = {
@@ -314,15 +284,14 @@ def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> li
     names, matches = {"document": document["id"], "source": document["source"], "url": document["url"]}, []
     for number, (start, stop) in sorted(stretches.items()):
         item, text = index.items[number], document["text"].encode()[start:stop].decode()
-        words = len(text.split())
-        matches.append(names | {"benchmark": item.benchmark, "item": item.id, "words": words, "text": text})
+        matches.append(names | {"benchmark": item.benchmark, "item": item.id, "words": len(text.split()), "text": text})
     return matches
 
 
 # ---- tuning data ----
 
 
-def write_items(path: Path, items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> Path:
+def write_items(path: Path, items: Items, settings: DecontaminateSettings) -> Path:
     """Write items to a file, for tasks that call `contaminated`; returns the path."""
     write_json(path, {"n_grams": settings.n_grams, "items": list(items)})
     return path
@@ -364,9 +333,8 @@ def contamination(index: ItemIndex, texts: Iterable[pa.Array]) -> Contamination:
         count += len(column)
     few = texts_with <= index.boilerplate
     matched, common = index.items_with((texts_with > 0) & few), index.items_with(~few)
-    return Contamination(
-        frozenset(item.benchmark for item in index.items), count, matched, common - matched, index.n_grams
-    )
+    benchmarks = frozenset(item.benchmark for item in index.items)
+    return Contamination(benchmarks, count, matched, common - matched, index.n_grams)
 
 
 def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:

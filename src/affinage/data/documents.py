@@ -1,7 +1,7 @@
 """Documents at rest between the data steps, in Parquet files of bounded size, and the statistics of a step."""
 
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from affinage.data.executor import Executor, clear_completions
 
 SCHEMA = pa.schema(
     [
@@ -39,20 +41,24 @@ def text_bytes(batch: pa.RecordBatch | pa.Table) -> int:
 class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
     """Writes documents to `<stem>-00000.parquet`, `<stem>-00001.parquet`, ... in a folder, in the order given.
 
-    Files of the same stem, which an earlier attempt left, go first. Use it as a context manager. At most one row group
-    (`ROW_GROUP_BYTES` of text, or one longer document) is held in memory. What is written is counted in `stats`.
-    Without documents, one file without rows is written.
+    Files of the same stem, which an earlier attempt left, go first. At most one row group (`ROW_GROUP_BYTES` of text,
+    or one longer document) is held in memory. What is written is counted in `stats`. Without documents, one file
+    without rows is written.
     """
 
     def __init__(self, folder: Path, stem: str = "documents", stats: "Stats | None" = None) -> None:
-        self.files: list[Path] = []
         self._folder, self._stem, self._stats = folder, stem, stats or Stats()
         self._rows: list[dict[str, Any]] = []
-        self._characters = self._file_bytes = 0  # of the rows, and of text in the file
-        self._file: pq.ParquetWriter | None = None
+        self._characters = self._files = 0  # of the rows; begun
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(f"{stem}-{'[0-9]' * 5}.parquet"):
             stale.unlink()
+        self._open()
+
+    def _open(self) -> None:
+        path = self._folder / f"{self._stem}-{self._files:05d}.parquet"
+        self._file = pq.ParquetWriter(path, SCHEMA, compression="zstd", compression_level=1, write_statistics=False)
+        self._files, self._file_bytes = self._files + 1, 0  # of text
 
     def add(self, *, id: str, source: str, text: str, **facts: Any) -> None:
         """Append one document; `facts` are its other columns."""
@@ -66,35 +72,22 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
         """Append a batch of documents as a row group."""
         self._flush_rows()
         if batch.num_rows:
-            self._stats.leave(batch)
-            self._opened().write_table(pa.Table.from_batches([batch], SCHEMA), row_group_size=batch.num_rows)
-            self._file_bytes += text_bytes(batch)
             if self._file_bytes >= FILE_BYTES:
-                self._close()
+                self._file.close()
+                self._open()
+            self._stats.leave(batch)
+            self._file.write_table(pa.Table.from_batches([batch], SCHEMA), row_group_size=batch.num_rows)
+            self._file_bytes += text_bytes(batch)
 
     def _flush_rows(self) -> None:
         if self._rows:
             rows, self._rows, self._characters = self._rows, [], 0
             self.write(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
 
-    def _opened(self) -> pq.ParquetWriter:
-        if self._file is None:
-            self.files.append(self._folder / f"{self._stem}-{len(self.files):05d}.parquet")
-            options = {"compression": "zstd", "compression_level": 1, "write_statistics": False}
-            self._file = pq.ParquetWriter(self.files[-1], SCHEMA, **options)
-        return self._file
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file, self._file_bytes = None, 0
-
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
             self._flush_rows()
-            if not self.files:
-                self._opened()
-        self._close()
+        self._file.close()
 
 
 def document_files(folder: Path) -> list[Path]:
@@ -105,6 +98,11 @@ def document_files(folder: Path) -> list[Path]:
 def first_documents(paths: Iterable[Path]) -> list[int]:
     """The number of the first document of every file among those of all files, and the number of all."""
     return list(accumulate((pq.read_metadata(path).num_rows for path in paths), initial=0))
+
+
+def numbered_files(folder: Path) -> list[tuple[Path, int]]:
+    """The document files of a folder, each with the number of its first document among those of all."""
+    return list(zip(paths := document_files(folder), first_documents(paths)))
 
 
 def read_documents(
@@ -125,18 +123,18 @@ def read_documents(
 class Stats:
     """Counts of documents and UTF-8 bytes through one task or step; `total` adds those of tasks up."""
 
-    read: Counter[str] = field(default_factory=Counter)  # documents and bytes
+    counts: Counter[str] = field(default_factory=Counter)  # documents and bytes read, and what else a step counts
     removed: Counter[str] = field(default_factory=Counter)
-    samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     documents: Counter[str] = field(default_factory=Counter)  # passed on, by source and language joined by a line feed
     bytes: Counter[str] = field(default_factory=Counter)
-    other: Counter[str] = field(default_factory=Counter)  # what else a step counts
+    samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # of the removed, by reason
+    notes: list[dict[str, Any]] = field(default_factory=list)  # what else a step writes down about the removed
 
     def entering(self, path: Path) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The row groups of a document file, which are counted; with each the number of documents before it."""
         before = 0
         for batch in read_documents(path):
-            self.read.update(documents=batch.num_rows, bytes=text_bytes(batch))
+            self.counts.update(documents=batch.num_rows, bytes=text_bytes(batch))
             yield before, batch
             before += batch.num_rows
 
@@ -150,7 +148,7 @@ class Stats:
     def remove_rows(self, batch: pa.RecordBatch, verdicts: Verdicts) -> pa.RecordBatch:
         """Count the documents of a batch that have verdicts as removed; returns the batch without them."""
         for row, (reason, detail) in sorted(verdicts.items()):
-            facts = {name: batch.column(name)[row].as_py() for name in ("id", "source", "text")}
+            [facts] = batch.slice(row, 1).select(["id", "source", "text"]).to_pylist()
             self.remove(reason, detail=detail, **facts)
         return batch.filter(pa.array([row not in verdicts for row in range(batch.num_rows)], pa.bool_()))
 
@@ -167,28 +165,26 @@ class Stats:
         """The sum of the statistics of tasks, each as `vars` gives them, whose order decides which samples stay."""
         total = cls()
         for part in parts:
-            for name in ("read", "removed", "documents", "bytes", "other"):
+            for name in ("counts", "removed", "documents", "bytes"):
                 getattr(total, name).update(part[name])
             for reason, samples in part["samples"].items():
-                own = total.samples.setdefault(reason, [])
-                own.extend(samples[: SAMPLES_PER_REASON - len(own)])
+                total.samples[reason] = (total.samples.get(reason, []) + samples)[:SAMPLES_PER_REASON]
+            total.notes += part["notes"]
         return total
 
     def by(self, name: Callable[[str, str], str]) -> dict[str, dict[str, int]]:
         """Documents and bytes passed on, by a name made of source and language."""
-        totals: dict[str, dict[str, int]] = {}
+        totals: dict[str, Counter[str]] = defaultdict(Counter)
         for key, documents in self.documents.items():
-            total = totals.setdefault(name(*key.split("\n")), {"documents": 0, "bytes": 0})
-            total["documents"] += documents
-            total["bytes"] += self.bytes[key]
+            totals[name(*key.split("\n"))].update(documents=documents, bytes=self.bytes[key])
         return dict(sorted(totals.items()))
 
     def summary(self) -> dict[str, Any]:
         """The JSON-able summary of the step."""
         return {
-            "documents_in": self.read["documents"],
+            "documents_in": self.counts["documents"],
             "documents_out": self.documents.total(),
-            "bytes_in": self.read["bytes"],
+            "bytes_in": self.counts["bytes"],
             "bytes_out": self.bytes.total(),
             "removed": dict(sorted(self.removed.items(), key=lambda item: (-item[1], item[0]))),
             "samples": self.samples,
@@ -198,14 +194,22 @@ class Stats:
 
 
 def copy_documents(
-    path: Path, documents_folder: Path, folder: Path, judge: Callable[[pa.RecordBatch, int], Verdicts]
-) -> dict[str, Any]:
-    """Copy a document file from one folder to its place in another, without documents that have verdicts.
+    source: Path, folder: Path, judge: Callable[[pa.RecordBatch, int, Stats], Verdicts], executor: Executor
+) -> Stats:
+    """Copy all documents without those that have verdicts to the same places in another folder.
 
-    `judge` receives each batch, and how many documents of the file come before it. Returns the statistics.
+    `judge` receives each batch, how many documents of all files come before it, and the statistics of the task for
+    notes. Returns the statistics of all. An interrupted call resumes with the missing files.
     """
-    stats = Stats()
-    with DocumentWriter(folder / path.parent.relative_to(documents_folder), path.stem, stats) as writer:
-        for before, batch in stats.entering(path):
-            writer.write(stats.remove_rows(batch, judge(batch, before)))
-    return vars(stats)
+
+    def copy(task: tuple[Path, int]) -> dict[str, Any]:
+        (path, first), stats = task, Stats()
+        with DocumentWriter(folder / path.parent.relative_to(source), path.stem, stats) as writer:
+            for before, batch in stats.entering(path):
+                writer.write(stats.remove_rows(batch, judge(batch, first + before, stats)))
+        return vars(stats)
+
+    tasks = numbered_files(source)
+    total = Stats.total(executor.map(copy, tasks, folder, threads=True, label="copying"))
+    clear_completions(folder)
+    return total

@@ -1,7 +1,4 @@
-"""Run the tasks of a data step on the cores of this machine or on Ray. No result depends on which, or on how many.
-
-Tasks read and write files that all workers see; what travels is small and picklable.
-"""
+"""Run the tasks of a data step on the cores of this machine or on Ray. No result depends on which, or on how many."""
 
 import contextlib
 import json
@@ -52,32 +49,32 @@ class Executor:
 
         With a folder `out` a complete task leaves `completions/<number>.json` in it with its result, which must be
         JSON, and is skipped the next time. `fn` must be importable by name, unless `threads`: for work in kernels and
-        Parquet, which run side by side in one process. For less than `POOL_BYTES` of text (`bytes`) no processes are
-        started. `label` begins messages of progress. Raises TransientError where the network keeps failing.
+        Parquet. For less than `POOL_BYTES` of text (`bytes`) no processes are started. Raises TransientError where the
+        network keeps failing.
         """
-        work = [(task, None if out is None else out / f"completions/{k:05d}.json") for k, task in enumerate(tasks)]
         done: dict[int, Result] = {}
-        for k, (task, place) in enumerate(work):
+        missing: dict[int, tuple[Task, Path | None]] = {}
+        for number, task in enumerate(tasks):
+            place = None if out is None else out / f"completions/{number:05d}.json"
             completion = json.loads(place.read_text(encoding="utf-8")) if place and place.is_file() else {}
             if completion.get("task") == repr(task):
-                done[k] = completion["result"]
-        missing = [k for k in range(len(work)) if k not in done]
+                done[number] = completion["result"]
+            else:
+                missing[number] = task, place
         workers = min(self.workers if self._requested or threads or bytes >= POOL_BYTES else 1, len(missing))
-        todo = [work[k] for k in missing]
-        with contextlib.closing(self._results(partial(_run, fn), todo, workers, threads)) as results:
-            for k, result in zip(missing, results):
-                done[k] = result
-                self._progress(f"{label} {len(done) / len(work):.0%}".strip())
-        return [done[k] for k in range(len(work))]
+        with contextlib.closing(self._results(partial(_run, fn), [*missing.values()], workers, threads)) as results:
+            for number, result in zip(missing, results):
+                done[number] = result
+                self._progress(f"{label} {len(done) / len(tasks):.0%}".strip())
+        return [done[number] for number in range(len(tasks))]
 
     def _results(self, run: Callable[[Any], Any], todo: list[Any], workers: int, threads: bool) -> Generator[Any]:
         """The results in the order of the tasks."""
         if workers <= 1:
             yield from map(run, todo)
             return
-        pool: Pool = ThreadPoolExecutor(workers)
-        if not threads:  # spawned, not forked: JAX's threads do not survive a fork
-            pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+        spawn = multiprocessing.get_context("spawn")  # not forked: JAX's threads do not survive a fork
+        pool: Pool = ThreadPoolExecutor(workers) if threads else ProcessPoolExecutor(workers, mp_context=spawn)
         try:
             yield from pool.map(run, todo)
         except BrokenProcessPool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Any, cast
 
 import pyarrow as pa
 import requests
@@ -29,9 +29,9 @@ from affinage.data.executor import with_retries
 from affinage.data.json_files import encodable
 from affinage.errors import TransientError, UserError, first_line, is_transient
 
-CHUNK_BYTES = 1 << 16  # read at once
 CACHE_VARIABLE = "AFFINAGE_CACHE"
 _HASH = "#sha256="  # after a web address: the hash that the file must have; servers do not see it
+_WEB = ("http://", "https://")
 _TIMEOUT = (10, 30)  # seconds to connect, and between two parts of an answer
 _AS_IT_IS = {"Accept-Encoding": "identity"}  # the header of a request for the file, not for a compressed form of it
 _KINDS = {
@@ -49,7 +49,7 @@ _OPENERS: dict[str, Callable[[Any], Any]] = {
     ".xz": lzma.open,
     # Arrow's: zstandard's own takes a file that is cut off for a whole one. A small buffer loses little before damage.
     ".zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd")),
-    "": lambda raw: io.BufferedReader(raw, CHUNK_BYTES),
+    "": lambda raw: io.BufferedReader(raw, 1 << 16),
 }
 
 
@@ -58,53 +58,47 @@ class DamagedFile(Exception):
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """One file of a source; `name` is its path within the source, the same on every machine."""
+class Part:
+    """A file of a source, a part of one, or a part of a dataset."""
 
-    url: str  # what is at a web address is read from the cache of downloads; see `cached`
-    name: str
-    kind: str  # see `kind_of`
-    bytes: int  # as stored, of the file or the part
-    start: int = 0  # a part of a file: the lines or row groups that begin in bytes [start, stop)
+    url: str  # "" of a dataset; what is at a web address is read from the cache of downloads, see `cached`
+    name: str  # the path within the source, the same on every machine
+    kind: str  # see `kind_of`, or dataset
+    bytes: int  # as stored, of the file or the part; 1 of a part of a dataset, for which they are not known
+    # Of a part of a file those of its lines or row groups that begin in bytes [start, stop). Of a part of a dataset
+    # which one it is, and how many there are.
+    start: int = 0
     stop: int | None = None
-
-
-@dataclass(frozen=True)
-class DatasetPart:
-    """Part `index` of `parts` of a dataset: one of its files. `name` is for ids and messages."""
-
-    name: str  # the same on every machine
-    index: int
-    parts: int
-    kind: ClassVar[str] = "dataset"
-    bytes: ClassVar[int] = 1  # they are not known
-
-
-Part = SourceFile | DatasetPart
 
 
 # ---- finding ----
 
 
-def find(url: str, source: SourceSettings, where: str) -> list[SourceFile]:
+def find(url: str, source: SourceSettings, where: str) -> list[Part]:
     """The files at a URL, sorted by name; those of a folder that are not readable have the kind "" and no bytes.
 
-    Raises UserError if none is readable, and TransientError where the network fails.
+    Of a file at a web address, a copy here goes if its server has another version. Raises UserError if no file is
+    readable, and TransientError where the network fails.
     """
-    files: list[SourceFile] = []
-    code = source.kind == "code"
+    files: list[Part] = []
+    kind = partial(kind_of, code=source.kind == "code")
     try:
-        if _is_web(url):
+        if url.startswith(_WEB):
             place = f"{url}{_HASH}{source.sha256}" if source.sha256 else url
-            files.append(SourceFile(place, _name(url), kind_of(_name(url), code=code), _size_of(place)))
+            copy = cached_path(place)
+            if copy.is_file() and not source.sha256:
+                with contextlib.suppress(requests.RequestException):  # without an answer the copy is what there is
+                    if version_of(url) not in ("", _beside(url, ".version").read_text()):
+                        copy.unlink()
+            size = copy.stat().st_size if copy.is_file() else _ask(url)[1]
+            files.append(Part(place, _name(url), kind(_name(url)), size))
         else:
             filesystem, base, entries = _listed(url)
-            for path in sorted(path for path, entry in entries.items() if entry["type"] != "directory"):
+            for path, entry in sorted(entries.items()):
                 name = encodable(path.removeprefix(base).lstrip("/"))
-                if not re.search(r"(^|/)\.", name):
-                    kind = kind_of(name, code=code)
-                    size = int(entries[path].get("size") or 0) if kind else 0
-                    files.append(SourceFile(filesystem.unstrip_protocol(path), name, kind, size))
+                if entry["type"] != "directory" and not re.search(r"(^|/)\.", name):
+                    size = int(entry.get("size") or 0) if kind(name) else 0
+                    files.append(Part(filesystem.unstrip_protocol(path), name, kind(name), size))
     except FileNotFoundError:
         pass  # as where there is nothing in it
     except Exception as error:  # OSError, and each library's own
@@ -131,15 +125,12 @@ def kind_of(name: str, *, code: bool = False) -> str:
 
     In a source of `code`, files of other names are text as well.
     """
-    bare = re.sub(r"\.xml-p\d+p\d+$", ".xml", name.lower().removesuffix(compression_of(name)))  # parts of a dump
+    compression = compression_of(name)
+    bare = re.sub(r"\.xml-p\d+p\d+$", ".xml", name.lower().removesuffix(compression))  # parts of a dump
     kind = next((kind for kind, suffixes in _KINDS.items() if bare.endswith(suffixes)), "")
-    if (kind == "table" and compression_of(name)) or (kind == "warc" and compression_of(name) == ".zst"):
+    if (kind == "table" and compression) or (kind == "warc" and compression == ".zst"):
         kind = ""
     return "text" if code and kind in ("", "dump") and not bare.endswith(_NO_CODE) else kind
-
-
-def _is_web(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
 
 
 def _name(url: str) -> str:
@@ -149,13 +140,10 @@ def _name(url: str) -> str:
 def _listed(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
     """What is at a URL: fsspec's file system, the folder that names start from, and the entries by path."""
     filesystem, path = url_to_fs(url, use_listings_cache=False)
-    try:  # the literal path first: names of files may contain the characters of a glob
-        entry = filesystem.info(path)
-    except FileNotFoundError:
-        if not has_magic(path):
-            raise
+    if has_magic(path) and not filesystem.exists(path):  # names of files may contain the characters of a glob
         folder = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
         return filesystem, folder, filesystem.glob(path, detail=True)
+    entry = filesystem.info(path)
     if entry["type"] == "directory":
         return filesystem, path.rstrip("/"), filesystem.find(path, detail=True)
     return filesystem, path.rpartition("/")[0], {path: entry}
@@ -166,8 +154,8 @@ def version_of(url: str) -> str:
 
     Returns "" where the server gives none. Raises the error of the library if it does not answer.
     """
-    if _is_web(url):
-        return _version_in(_headers_of(url))
+    if url.startswith(_WEB):
+        return _ask(url)[0]
     content = json.dumps(_listed(url)[2], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
@@ -175,15 +163,15 @@ def version_of(url: str) -> str:
 # ---- opening ----
 
 
-def open_stored(file: SourceFile) -> IO[bytes]:
+def open_stored(file: Part) -> IO[bytes]:
     """The bytes of a file as they are stored."""
-    place = str(cached(file.url)) if _is_web(file.url) else file.url
+    place = str(cached(file.url)) if file.url.startswith(_WEB) else file.url
     filesystem, path = url_to_fs(place, use_listings_cache=False)
     return cast(IO[bytes], filesystem.open(path, "rb"))
 
 
 @contextlib.contextmanager
-def open_plain(file: SourceFile) -> Iterator[Any]:
+def open_plain(file: Part) -> Iterator[Any]:
     """The decompressed bytes of a file; of one with damage all that come before it."""
     with open_stored(file) as raw, _OPENERS[compression_of(file.name)](raw) as stream:
         yield stream
@@ -211,70 +199,57 @@ def cached_path(url: str) -> Path:
     return folder / "files" / hashlib.sha256(url.encode()).hexdigest()[:24] / (_name(url) or "file")
 
 
-def _version_file(url: str) -> Path:
-    """The file that holds the version which is downloaded."""
+def _beside(url: str, suffix: str) -> Path:
+    """A file beside a download: its `.part`, its `.lock`, or its `.version`, as the server states it."""
     path = cached_path(url)
-    return path.with_name(path.name + ".version")
+    return path.with_name(path.name + suffix)
 
 
-def _headers_of(url: str) -> Any:
-    """The headers of the file at a web address; none where the server knows no HEAD. Raises requests' errors."""
+def _version_in(answer: requests.Response) -> str:
+    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+
+
+def _ask(url: str) -> tuple[str, int]:
+    """The version and the size of the file at a web address; "" and 0 where they are not stated."""
     answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
-    if answer.status_code in (405, 501):
-        return {}
+    if answer.status_code in (405, 501):  # the server knows no HEAD
+        return "", 0
     answer.raise_for_status()
-    return answer.headers
-
-
-def _version_in(headers: Any) -> str:
-    return str(headers.get("ETag") or headers.get("Last-Modified") or "")
-
-
-def _size_of(url: str) -> int:
-    """The bytes of the file at a web address, 0 if not stated; a copy of another version than the server's goes."""
-    copy = cached_path(url)
-    if copy.is_file() and _HASH not in url:
-        with contextlib.suppress(requests.RequestException):  # without an answer the copy is what there is
-            if version_of(url) not in ("", _version_file(url).read_text()):
-                copy.unlink()
-    return copy.stat().st_size if copy.is_file() else int(_headers_of(url).get("Content-Length", 0))
+    return _version_in(answer), int(answer.headers.get("Content-Length", 0))
 
 
 def cached(url: str) -> Path:
     """The local copy of the file at a web address, which is downloaded if it is not there.
 
-    What an interrupted download left is kept beside it as `.part` and resumed, if the server's file is still the
-    same; its size is checked against what the server says, and its SHA-256 if the URL ends in `#sha256=` and that hash.
-    Of several processes one downloads, the others wait. Passwords are in ~/.netrc.
-
-    Raises UserError for a file that the server does not have or that is not the expected one, and TransientError where
-    it cannot be reached.
+    An interrupted download is resumed if the server's file is still the same; its size is checked against what the
+    server says, and its SHA-256 if the URL ends in `#sha256=` and that hash. Of several processes one downloads, the
+    others wait. Raises UserError for a file that the server does not have or that is not the expected one, and
+    TransientError where it cannot be reached.
     """
-    path = cached_path(url)
+    path, part = cached_path(url), _beside(url, ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(path.name + ".lock")):
-        if not path.is_file():
-            part = path.with_name(path.name + ".part")
-            try:
-                with_retries(partial(_download, url, part), url)
-            except requests.RequestException as error:
-                what = f"cannot download {url}: {first_line(error.__cause__ or error)}"
-                raise UserError(what, fix="Is the address right, and are you allowed to read it?") from None
-            _, _, expected = url.partition(_HASH)
-            with part.open("rb") as file:
-                if expected and (digest := hashlib.file_digest(file, "sha256").hexdigest()) != expected:
-                    part.unlink()
-                    what = f"the file at {url} is not the expected one: its SHA-256 is {digest}"
-                    raise UserError(what, fix="Is `sha256` right? The file is downloaded again the next time.")
-            part.replace(path)
-    return path
+    with FileLock(_beside(url, ".lock")):
+        if path.is_file():
+            return path
+        try:
+            with_retries(partial(_download, url, part), url)
+        except requests.RequestException as error:
+            what = f"cannot download {url}: {first_line(error.__cause__ or error)}"
+            raise UserError(what, fix="Is the address right, and are you allowed to read it?") from None
+        expected = url.partition(_HASH)[2]
+        with part.open("rb") as file:
+            if expected and (digest := hashlib.file_digest(file, "sha256").hexdigest()) != expected:
+                part.unlink()
+                what = f"the file at {url} is not the expected one: its SHA-256 is {digest}"
+                raise UserError(what, fix="Is `sha256` right? The file is downloaded again the next time.")
+        return part.replace(path)
 
 
 def _download(url: str, part: Path) -> None:
     """Append what is missing to `part`; all of the file, where the server has another one than `part` is of."""
-    rest: dict[str, str] = {}
-    if part.is_file() and (version := _version_file(url).read_text()):
-        rest = {"Range": f"bytes={part.stat().st_size}-", "If-Range": version}
+    rest, version = {}, _beside(url, ".version")
+    if part.is_file() and (former := version.read_text()):
+        rest = {"Range": f"bytes={part.stat().st_size}-", "If-Range": former}
     with requests.get(url, headers=_AS_IT_IS | rest, stream=True, timeout=_TIMEOUT) as answer:
         if answer.status_code == 416 and rest:  # it ends where `part` ends, or before
             part.unlink()
@@ -282,7 +257,7 @@ def _download(url: str, part: Path) -> None:
         answer.raise_for_status()
         resumed = answer.status_code == 206
         if not resumed:
-            _version_file(url).write_text(_version_in(answer.headers))
+            version.write_text(_version_in(answer))
         with part.open("ab" if resumed else "wb") as file:
             for chunk in answer.iter_content(1 << 15):
                 file.write(chunk)

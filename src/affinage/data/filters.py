@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,23 +26,18 @@ _CODE_MAX_LINE, _CODE_MAX_MEAN_LINE, _CODE_MIN_ALNUM = 1000, 100, 0.25
 # Language id reads all of a text up to 4,000 characters, else 8 windows of 500 spread over all of it.
 _WINDOW_CHARACTERS, _WINDOWS = 500, 8
 _MIN_LETTERS = 0.2  # of what is no space; a table of numbers is in no language
+Filters = Callable[[str], Mapping[str, Any]]  # datatrove's by name, for a language
 
 
 def filter_documents(
-    documents_folder: Path,
-    folder: Path,
-    settings: FilterSettings,
-    languages: Sequence[str],
-    *,
-    executor: Executor = LOCAL,
+    source: Path, folder: Path, settings: FilterSettings, languages: Sequence[str], *, executor: Executor = LOCAL
 ) -> dict[str, Any]:
     """Normalize and filter documents into `folder/<source>.<language>` and return the step's summary.
 
-    Texts are repaired, and formatted if the settings say so; a document is removed for the first rule that it breaks.
-    An interrupted call resumes with the missing files. Raises UserError for filters that are not installed or do not
-    take their arguments, and when no document is left.
+    A document is removed for the first rule that it breaks. An interrupted call resumes with the missing files. Raises
+    UserError for filters that are not installed or do not take their arguments, and when no document is left.
     """
-    paths = document_files(documents_folder)
+    paths = document_files(source)
     stored = sum(path.stat().st_size for path in paths)
     filter_file = partial(_filter_file, folder, settings, tuple(languages))
     total = Stats.total(executor.map(filter_file, list(enumerate(paths)), folder, bytes=2 * stored))
@@ -59,16 +54,17 @@ def filter_documents(
 def _filter_file(
     folder: Path, settings: FilterSettings, languages: Sequence[str], task: tuple[int, Path]
 ) -> dict[str, Any]:
-    number, path = task
-    stats, rules = Stats(), _Rules(settings, languages)
-    writers: dict[str, DocumentWriter] = {}
+    (number, path), stats, writers = task, Stats(), dict[str, DocumentWriter]()
+    formatters = _datatrove(settings.datatrove, "Formatter").values()
+    filters = cache(partial(_datatrove, settings.datatrove, "Filter"))  # by language
     with contextlib.ExitStack() as stack:
         for _, batch in stats.entering(path):
             text = repair(batch.column("text"))
-            for formatter in rules.formatters.values():
+            for formatter in formatters:
                 text = repair(pa.array(map(formatter.format, text.to_pylist()), pa.string()))
             rows = batch.set_column(batch.schema.get_field_index("text"), "text", text).to_pylist()
-            verdicts = map(rules.judge, rows, count_characters(text).T.tolist())
+            counts = count_characters(text).T.tolist()
+            verdicts = (_judge(*each, settings, languages, filters) for each in zip(rows, counts))
             removed = {row: verdict for row, verdict in enumerate(verdicts) if verdict}
             batch = stats.remove_rows(pa.RecordBatch.from_pylist(rows, batch.schema), removed)
             for language in pc.unique(batch.column("language")).to_pylist():
@@ -80,64 +76,53 @@ def _filter_file(
     return vars(stats)
 
 
-class _Rules:
-    def __init__(self, settings: FilterSettings, languages: Sequence[str]) -> None:
-        self._settings, self._languages = settings, languages
-        self.formatters = _datatrove(settings.datatrove, "Formatter")
-        self._filters: dict[str, dict[str, Any]] = {}  # by language
+def _judge(
+    row: dict[str, Any], counts: list[int], settings: FilterSettings, languages: Sequence[str], filters: Filters
+) -> Verdict | None:
+    """The rule that a document breaks, if any; its row receives the language that was found."""
+    text, (characters, counted, alphanumeric) = row["text"], counts
+    if characters < settings.min_characters:
+        return "too short", f"{characters} characters"
+    if characters > settings.max_characters:
+        return "too long", f"{characters} characters"
+    if row["language"] == CODE_LANGUAGE:  # which has rules of its own
+        lengths, share = [*map(len, text.split("\n"))], alphanumeric / max(1, characters)
+        if (longest := max(lengths)) > _CODE_MAX_LINE:
+            return "code: a long line", f"{longest} characters"
+        if (mean := sum(lengths) / len(lengths)) > _CODE_MAX_MEAN_LINE:
+            return "code: long lines", f"{mean:.0f} characters on average"
+        return ("code: not enough letters", f"{share:.2f} of its characters") if share < _CODE_MIN_ALNUM else None
+    if (share := alphanumeric / max(counted, 1)) < settings.min_alnum_ratio or not counted:
+        return "not enough letters", f"{share:.2f} of its characters"
+    if (verdict := _identify(row, settings, languages)) or not settings.datatrove:
+        return verdict
+    from datatrove.data import Document
 
-    def judge(self, row: dict[str, Any], counts: list[int]) -> Verdict | None:
-        """The rule that a document breaks, if any; its row receives the language that was found.
+    for name, step in filters(row["language"]).items():
+        result = step.filter(Document(text=text, id=""))
+        passes, reason = result if isinstance(result, tuple) else (result, "removed")
+        if not passes:
+            return f"{name}: {reason}", ""
+    return None
 
-        Language id removes what is in another language than the source declares or the recipe has (`other language`)
-        and what is below the threshold (`language unclear`). Source code has rules of its own (`code: ...`) instead of
-        those for letters, language and of datatrove.
-        """
-        settings, text, (characters, counted, alphanumeric) = self._settings, row["text"], counts
-        if characters < settings.min_characters:
-            return "too short", f"{characters} characters"
-        if characters > settings.max_characters:
-            return "too long", f"{characters} characters"
-        if row["language"] == CODE_LANGUAGE:
-            lengths, share = [*map(len, text.split("\n"))], alphanumeric / max(1, characters)
-            if (longest := max(lengths)) > _CODE_MAX_LINE:
-                return "code: a long line", f"{longest} characters"
-            if (mean := sum(lengths) / len(lengths)) > _CODE_MAX_MEAN_LINE:
-                return "code: long lines", f"{mean:.0f} characters on average"
-            return ("code: not enough letters", f"{share:.2f} of its characters") if share < _CODE_MIN_ALNUM else None
-        if (share := alphanumeric / max(counted, 1)) < settings.min_alnum_ratio or not counted:
-            return "not enough letters", f"{share:.2f} of its characters"
-        if (verdict := self._identify(row)) or not settings.datatrove:
-            return verdict
-        from datatrove.data import Document
 
-        if (language := row["language"]) not in self._filters:
-            self._filters[language] = _datatrove(settings.datatrove, "Filter", language)
-        for name, step in self._filters[language].items():
-            result = step.filter(Document(text=text, id=""))
-            passes, reason = result if isinstance(result, tuple) else (result, "removed")
-            if not passes:
-                return f"{name}: {reason}", ""
+def _identify(row: dict[str, Any], settings: FilterSettings, languages: Sequence[str]) -> Verdict | None:
+    # A recipe without languages keeps all, and identifies none: what a source states is taken. So is what a trusted
+    # source declares. What another source declares must be found, what a record claims is not believed.
+    stated, threshold, mixed = row["language"].removesuffix("?"), settings.language_threshold, settings.mixed_languages
+    declared = stated if stated == row["language"] else ""
+    taken = row["language_score"] is not None or not languages or threshold == 0
+    row["language"] = stated
+    if languages and (stated if taken else declared) and stated not in languages:
+        return "other language", f"{stated}, as its source says"
+    if taken:
         return None
-
-    def _identify(self, row: dict[str, Any]) -> Verdict | None:
-        # A recipe without languages keeps all, and identifies none: what a source states is taken. So is what a trusted
-        # source declares. What another source declares must be found, what a record claims is not believed.
-        languages, threshold = self._languages, self._settings.language_threshold
-        stated, mixed = row["language"].removesuffix("?"), self._settings.mixed_languages
-        declared = stated if stated == row["language"] else ""
-        taken = row["language_score"] is not None or not languages or threshold == 0
-        row["language"] = stated
-        if languages and (stated if taken else declared) and stated not in languages:
-            return "other language", f"{stated}, as its source says"
-        if taken:
-            return None
-        identified, score = identify_language(row["text"], languages if mixed else ())
-        row["language"], row["language_score"] = declared or identified, score
-        detail = f"{identified} {score:.2f}" if identified else "no words"
-        if identified and (identified not in languages or (declared not in ("", identified) and not mixed)):
-            return "other language", detail
-        return None if identified and score >= threshold else ("language unclear", detail)
+    identified, score = identify_language(row["text"], languages if mixed else ())
+    row["language"], row["language_score"] = declared or identified, score
+    detail = f"{identified} {score:.2f}" if identified else "no words"
+    if identified and (identified not in languages or (declared not in ("", identified) and not mixed)):
+        return "other language", detail
+    return None if identified and score >= threshold else ("language unclear", detail)
 
 
 # ---- language ----
@@ -184,9 +169,7 @@ def known_languages() -> frozenset[str]:
 # ---- datatrove ----
 
 
-def _datatrove(
-    settings: Mapping[DatatroveName, Mapping[str, Any]], suffix: str, language: str = "en"
-) -> dict[str, Any]:
+def _datatrove(settings: Mapping[DatatroveName, Any], suffix: str, language: str = "en") -> dict[str, Any]:
     """The filters (by `suffix`) or formatters that a recipe names; a filter has the tokenizer of a language."""
     where, steps = "data.filters.datatrove", dict[str, Any]()
     for name in (name for name in settings if name.endswith(suffix)):

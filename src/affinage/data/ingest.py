@@ -12,11 +12,10 @@ import numpy as np
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
 from affinage.data.documents import DocumentWriter, Stats, document_files
 from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
-from affinage.data.files import DamagedFile, Part, SourceFile, compression_of, find
-from affinage.data.hub_datasets import at_commit, parts_of
+from affinage.data.files import DamagedFile, Part, compression_of, find
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_on_hub, is_remote, located, unique
-from affinage.data.readers import UNKNOWN_KIND, BadRecord, Record, read_records
+from affinage.data.readers import UNKNOWN_KIND, BadRecord, Record, at_commit, parts_of, read_records
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError
 
@@ -43,53 +42,50 @@ def ingest(
 
     Documents of a source keep the order of its sorted file names, then of the file. A record that cannot be used is
     counted by reason; a source of which nothing can be used, and a damaged file (unless `on_error` is `skip`), is a
-    UserError. Of a source with `max_bytes`, `sample` is a share of these bytes, else of its documents. The summary also
-    has the `commits` at which datasets of the Hub were read. An interrupted call resumes with the missing tasks.
+    UserError. The summary also has the `commits` of datasets of the Hub. An interrupted call resumes.
     """
     tasks: dict[str, list[Task]] = {}  # by the name of the source
-    world = str(Path(world_folder or "") / "documents" / "*.jsonl")
+    world = {"path": str(Path(world_folder or "") / "documents" / "*.jsonl"), "max_bytes": None}
     for position, source in enumerate(settings.sources):
-        name = unique(source.title, tasks)
-        source, parts = find_parts(located(source, settings), f"data.sources[{position}]", world)
+        name, is_world = (
+            unique(source.title, tasks),
+            source.path == POCKET_WORLD,
+        )  # which is of no more than `max_bytes`
+        source = source.model_copy(update=world) if is_world else located(source, settings)
+        source, parts = find_parts(source, f"data.sources[{position}]")
         tasks[name] = [
             Task(name, source, group, f"{name}-{number:05d}", sum(part.bytes for part in group))
             for number, group in enumerate(divide(parts))
         ]
-    commits = {name: own[0].source.revision for name, own in tasks.items() if is_on_hub(own[0].source)}
-    by_source = _read_all(tasks, folder, settings, executor)
+    results = _read_all(tasks, folder, settings, executor)
 
-    for position, (source, results) in enumerate(zip(settings.sources, by_source)):
-        own = Stats.total(result["stats"] for result in results)
-        if not own.documents and not own.other["not_sampled"]:
-            where = f"data.sources[{position}] ({source.place})"
-            reasons = [reason for reason, _ in own.removed.most_common() if reason != UNKNOWN_KIND]
-            if not reasons:
-                raise UserError("there is no document in it", where=where)
-            first, count = own.samples[reasons[0]][0], own.removed.total()
-            what = f"none of its {count} records can be used; {first['id']}: {reasons[0]}: {first['detail']}"
-            raise UserError(what, where=where)
-    results = [result for results in by_source for result in results]
-    total = Stats.total(result["stats"] for result in results)
-    counts = {name: total.other[name] for name in ("not_sampled", "lone_surrogates")}
+    for position, (source, own) in enumerate(zip(settings.sources, tasks.values())):
+        stats = Stats.total(results[task.stem] for task in own if task.stem in results)
+        if not stats.documents and not stats.counts["not_sampled"]:
+            what = "there is no document in it"
+            if reasons := [reason for reason, _ in stats.removed.most_common() if reason != UNKNOWN_KIND]:
+                first = stats.samples[reasons[0]][0]
+                what = f"none of its {stats.removed.total()} records can be used; "
+                what += f"{first['id']}: {reasons[0]}: {first['detail']}"
+            raise UserError(what, where=f"data.sources[{position}] ({source.place})")
+    total = Stats.total(results[task.stem] for own in tasks.values() for task in own if task.stem in results)
+    counts = {name: total.counts[name] for name in ("not_sampled", "lone_surrogates")}
     if not total.documents:
         what = f"the sample holds none of {counts['not_sampled']} documents"
         raise UserError(what, where="data.sample", fix="Take more.")
-    kept = {folder / file for result in results for file in result["files"]}
-    for stale in set(document_files(folder)) - kept:  # of an attempt before, at another commit
-        stale.unlink()
+    for path in document_files(folder):
+        if path.stem.rpartition("-")[0] not in results:  # of an attempt before, at another commit
+            path.unlink()
     clear_completions(folder)
+    commits = {name: own[0].source.revision for name, own in tasks.items() if is_on_hub(own[0].source)}
     return total.summary() | counts | ({"commits": commits} if commits else {})
 
 
-def find_parts(
-    source: SourceSettings, where: str, world: str = "", *, of_text: bool = True
-) -> tuple[SourceSettings, Sequence[Part]]:
+def find_parts(source: SourceSettings, where: str, *, of_text: bool = True) -> tuple[SourceSettings, Sequence[Part]]:
     """The settings of a located source, with the commit of a dataset of the Hub as its revision, and the parts of it.
 
-    `world` is where the pocket world's files are. Raises UserError if the source, or its column of text, is not there.
+    Raises UserError if the source, or its column of text, is not there.
     """
-    if source.path == POCKET_WORLD:  # of which no more is generated than `max_bytes`
-        return source.model_copy(update={"max_bytes": None}), find(world, source, where)
     if source.path:
         return source, find(source.path, source, where)
     source = at_commit(source, where) if is_on_hub(source) else source
@@ -117,7 +113,7 @@ def divide(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
     size = 0  # of the last group
     for part in parts:
         pieces, divisible = [part], part.kind in ("lines", "table") and not compression_of(part.name)
-        if isinstance(part, SourceFile) and divisible and part.bytes > TASK_BYTES:
+        if divisible and part.bytes > TASK_BYTES:
             bounds = [*range(0, part.bytes, TASK_BYTES), part.bytes]
             pieces = [replace(part, start=a, stop=b, bytes=b - a) for a, b in pairwise(bounds)]
         for piece in pieces:
@@ -131,17 +127,17 @@ def divide(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
 
 def _read_all(
     tasks: dict[str, list[Task]], folder: Path, settings: DataSettings, executor: Executor
-) -> list[list[dict[str, Any]]]:
-    results: dict[str, dict[str, Any]] = {}  # by stem
+) -> dict[str, dict[str, Any]]:
+    """The statistics of the tasks that were read, by their stems."""
+    results: dict[str, dict[str, Any]] = {}
 
     def read(work: list[Task], name: str) -> int:
         size = sum(POOL_BYTES if is_remote(task.source) else task.stored for task in work)
         done = executor.map(partial(run, folder, settings), work, folder / "completions" / name, bytes=size)
         results.update(zip([task.stem for task in work], done, strict=True))
-        return sum(sum(result["stats"]["bytes"].values()) for result in done)
+        return sum(sum(stats["bytes"].values()) for stats in done)
 
-    if everything := [task for own in tasks.values() for task in own if task.source.max_bytes is None]:
-        read(everything, "whole")
+    read([task for own in tasks.values() for task in own if task.source.max_bytes is None], "whole")
     # Of a source with `max_bytes`, tasks are read in waves, in shuffled order, each with its share of what is left,
     # until the source has given as much. So a little of a corpus is taken from many files, and much in whole files.
     for name, own in tasks.items():
@@ -154,11 +150,11 @@ def _read_all(
             stored = max(1, sum(task.stored for task in wave))
             wave = [replace(task, limit=max(1, round(left * task.stored / stored))) for task in wave]
             left -= read(wave, f"{name}-{len(waiting)}")
-    return [[results[task.stem] for task in own if task.stem in results] for own in tasks.values()]
+    return results
 
 
 def run(folder: Path, settings: DataSettings, task: Task) -> dict[str, Any]:
-    """Read the parts of one task into document files; returns its statistics and files."""
+    """Read the parts of one task into document files; returns its statistics."""
     stats, taken, source, code = Stats(), 0, task.source, task.source.kind == "code"
     with DocumentWriter(folder / task.name, task.stem, stats) as writer:
         for record in _usable(task, settings, stats):
@@ -166,8 +162,7 @@ def run(folder: Path, settings: DataSettings, task: Task) -> dict[str, Any]:
             if task.limit is not None and taken and taken + size > task.limit:
                 break
             taken += size
-            stats.other["lone_surrogates"] += record.replaced
-            stats.read.update(documents=1, bytes=size)
+            stats.counts.update(documents=1, bytes=size, lone_surrogates=int(record.replaced))
             claimed = f"{record.language}?" if record.language not in ("", CODE_LANGUAGE) else ""
             writer.add(
                 id=record.id,
@@ -178,26 +173,26 @@ def run(folder: Path, settings: DataSettings, task: Task) -> dict[str, Any]:
                 license=record.license or source.license,
                 text=record.text,
             )
-    return {"stats": vars(stats), "files": [str(path.relative_to(folder)) for path in writer.files]}
+    return vars(stats)
 
 
 def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record]:
     """The usable records of the task that are in the sample; the others are counted, with where they are."""
-    name, share = task.name, settings.sample if task.source.max_bytes is None else 1.0
+    share = settings.sample if task.source.max_bytes is None else 1.0
     for part in task.parts:
         try:
             for record in read_records(part, task.source):
                 if isinstance(record, BadRecord):
-                    stats.read.update(documents=1, bytes=len(record.text.encode(errors="replace")))
-                    stats.remove(record.reason, id=record.id, source=name, text=record.text, detail=record.detail)
-                elif share == 1 or shuffle_keys([f"{name}/{record.id}"], 0, "sample")[0] < share * 2**64:
+                    stats.counts.update(documents=1, bytes=len(record.text.encode(errors="replace")))
+                    stats.remove(record.reason, id=record.id, source=task.name, text=record.text, detail=record.detail)
+                elif share == 1 or shuffle_keys([f"{task.name}/{record.id}"], 0, "sample")[0] < share * 2**64:
                     yield record
                 else:
-                    stats.other["not_sampled"] += 1
+                    stats.counts["not_sampled"] += 1
         except DamagedFile as damage:
             if settings.on_error == "raise":
-                where = part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name
+                where = part.url.removeprefix("file://") or part.name
                 fix = "Replace the file, or set data.on_error=skip to keep what can be read of such files."
                 raise UserError(str(damage), where=where, fix=fix) from None
-            stats.read.update(documents=1, bytes=0)
-            stats.remove("damaged file", id=part.name, source=name, text="", detail=str(damage))
+            stats.counts["documents"] += 1
+            stats.remove("damaged file", id=part.name, source=task.name, text="", detail=str(damage))

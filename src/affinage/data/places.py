@@ -44,10 +44,7 @@ def is_url(path: str) -> bool:
 
 
 def released_folder(place: str, runs: Path) -> Path:
-    """The documents of a run in the folder of runs, or of a folder: of a run, those that its split passed on.
-
-    Raises UserError if there is no such run or folder.
-    """
+    """The documents of a folder, or of a run those that its split passed on. Raises UserError if there is neither."""
     for folder in (Path(os.path.expanduser(place)), runs / place):
         if folder.is_dir():
             return folder / "split" if (folder / "split").is_dir() else folder
@@ -74,19 +71,18 @@ def limit_requests(seconds: float = 120.0) -> None:
 
 
 def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where: str = "") -> UserError:
-    """The message for an error with which the Hub, or the way to it, answered; a TransientError if it may pass.
+    """The message for an error of huggingface_hub or `datasets`; a TransientError if it may pass.
 
-    `error` is as huggingface_hub or `datasets` raised it, `kind` is dataset or model, `name` and `revision` are of the
-    repository, and `where` is the place in the recipe.
+    `kind` is dataset or model, `name` and `revision` are of the repository, and `where` is the place in the recipe.
     """
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     for cause in causes(error):
+        final = isinstance(cause, errors.HFValidationError | errors.OfflineModeIsEnabled)
         if isinstance(cause, errors.GatedRepoError):
             fix = f"Accept its terms at {page}, then log in: hf auth login."
             return UserError(f"the {kind} {name!r} is gated", where=where, fix=fix)
-        final = isinstance(cause, errors.HFValidationError | errors.OfflineModeIsEnabled)
         if final or (isinstance(cause, errors.HfHubHTTPError) and not is_transient(cause)):
             what = f"the Hub does not give the {kind} {name!r}" + (f" at revision {revision!r}" if revision else "")
             fix = f"Is the name right? See {page}. Private ones need: hf auth login (or HF_TOKEN). A folder on this "

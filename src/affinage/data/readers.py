@@ -1,19 +1,25 @@
-"""Reads the records of one file, whatever its kind and compression; those that cannot be used come with the reason."""
+"""Reads the records of one file, whatever its kind and compression, or of one part of a dataset.
 
-import contextlib
+Records that cannot be used come with the reason.
+"""
+
 import json
 import re
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import CHUNK_BYTES, DamagedFile, Part, SourceFile, open_plain, open_stored, reports_damage
+from affinage.data.files import DamagedFile, Part, open_plain, open_stored, reports_damage
 from affinage.data.json_files import encodable
-from affinage.errors import UserError, plain
+from affinage.data.places import is_on_hub, limit_requests, refusal
+from affinage.errors import UserError, first_line, is_of_network, plain
 
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
 UNKNOWN_KIND = "unknown kind of file"
@@ -43,11 +49,10 @@ class BadRecord:
     text: str = ""
 
 
-Records = Iterator[Record | BadRecord]
 Row = tuple[str, Mapping[str, Any]]  # its place, and its values by name
 
 
-def read_records(part: Part, settings: SourceSettings) -> Records:
+def read_records(part: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
     """Stream the records of a file, or of its part, or of a part of a dataset; broken ones come as BadRecord.
 
     Ids that the file does not give are `<file>#<line>` (lines and rows count from 1), `<file>` for a text file, and
@@ -56,15 +61,15 @@ def read_records(part: Part, settings: SourceSettings) -> Records:
     """
     from affinage.data.wikipedia import read_dump
 
-    readers: dict[str, Callable[[Any, SourceSettings], Iterator[Record | BadRecord | Row]]] = {
+    readers: dict[str, Callable[[Part, SourceSettings], Iterable[Record | BadRecord | Row]]] = {
         "text": _read_text,
         "warc": _read_warc,
         "dump": read_dump,
-        "": lambda file, settings: iter([BadRecord(file.name, UNKNOWN_KIND, "")]),
+        "": lambda file, settings: [BadRecord(file.name, UNKNOWN_KIND, "")],
     }
     with reports_damage():
         for record in readers.get(part.kind, read_rows)(part, settings):
-            record = record_of(*record, settings) if isinstance(record, tuple) else record
+            record = _record_of(*record, settings) if isinstance(record, tuple) else record
             if settings.kind == "gutenberg" and isinstance(record, Record):
                 yield from _parts_of_book(record)
             else:
@@ -79,18 +84,14 @@ def read_rows(part: Part, settings: SourceSettings, *, of_text: bool = True) -> 
 
     With `of_text` they have the columns of which a document is made, else all.
     """
-    from affinage.data.hub_datasets import read_dataset
-
-    readers: dict[str, Callable[..., Iterator[Row | BadRecord]]] = {"lines": _read_lines, "table": _read_table}
+    readers: dict[str, Callable[..., Iterator[Row | BadRecord]]]
+    readers = {"lines": _read_lines, "table": _read_table, "dataset": _read_dataset}
     with reports_damage():
-        yield from readers.get(part.kind, read_dataset)(part, settings, of_text)
+        yield from readers[part.kind](part, settings, of_text)
 
 
-def needed_columns(settings: SourceSettings, names: list[str], where: str = "") -> list[str]:
-    """Those of the columns of a table that may be read for a record of this source.
-
-    Raises UserError if the column of text is not among them.
-    """
+def _needed_columns(settings: SourceSettings, names: list[str], where: str = "") -> list[str]:
+    """Those columns of a table that may be read for a record; a UserError if that of the text is not among them."""
     if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
         fix = "Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}]."
         what = f"it has no column {settings.text_key!r}; it has {', '.join(names)}"
@@ -101,23 +102,21 @@ def needed_columns(settings: SourceSettings, names: list[str], where: str = "") 
     return [name for name in names if name in needed]
 
 
-def record_of(place: str, fields: Mapping[str, Any], settings: SourceSettings) -> Record | BadRecord:
+def _record_of(place: str, fields: Mapping[str, Any], settings: SourceSettings) -> Record | BadRecord:
     """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
-    text = _look_up(fields, settings.text_key)
+    text, key, url = _look_up(fields, settings.text_key), settings.text_key, settings.url_key
     if text is _ABSENT:
         names = encodable(", ".join(map(str, fields)))
-        return BadRecord(place, "no text key", f"no {settings.text_key!r} among {names}: set `text_key` of the source")
+        return BadRecord(place, "no text key", f"no {key!r} among {names}: set `text_key` of the source")
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     except UnicodeDecodeError as error:
         return _not_utf8(place, error)
     if not isinstance(text, str):
-        detail = f"{settings.text_key!r} is {type(text).__name__}"
-        return BadRecord(place, "text is not a string", detail, str(text)[:200])
+        return BadRecord(place, "text is not a string", f"{key!r} is {type(text).__name__}", str(text)[:200])
     if not text.strip():
-        return BadRecord(place, "empty", f"{settings.text_key!r} is empty")
-    whole, url = encodable(text), settings.url_key
-    values = {key: _word(fields, key) for key in _FIELD.findall(url) or [url]}
+        return BadRecord(place, "empty", f"{key!r} is empty")
+    whole, values = encodable(text), {key: _word(fields, key) for key in _FIELD.findall(url) or [url]}
     return Record(
         id=_word(fields, settings.id_key) or place,
         text=whole,
@@ -172,7 +171,7 @@ _BOOK_IN_NAME = re.compile(r"(?:^|/|pg)(\d{1,6})(?:-\d)?(?:\.txt|\.utf8|$)", re.
 _PRODUCED = re.compile(r"\A\s*(?:Produced|E-text prepared|Transcribed) (?:by|from)[^\n]*(?:\n[^\n]+)*\n", re.I)
 
 
-def _parts_of_book(book: Record) -> Records:
+def _parts_of_book(book: Record) -> Iterator[Record | BadRecord]:
     """A book without Project Gutenberg's header and license, cut at blank lines into records `<book>#<part>`."""
     text = book.text.replace("\r\n", "\n").replace("\r", "\n")
     head = text[:_HEAD_CHARACTERS]
@@ -197,10 +196,10 @@ def _parts_of_book(book: Record) -> Records:
         position, begin = position + 1, stop
 
 
-# ---- kinds of files ----
+# ---- text, lines and tables ----
 
 
-def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
+def _read_text(file: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
     with open_plain(file) as stream:
         content = stream.read(MAX_RECORD_BYTES + 1)
     if len(content) > MAX_RECORD_BYTES:
@@ -218,66 +217,53 @@ def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
         yield Record(file.name, text) if text.strip() else BadRecord(file.name, "empty", "no text in the file")
 
 
-def _read_lines(file: SourceFile, settings: SourceSettings, of_text: bool) -> Iterator[Row | BadRecord]:
-    limit = MAX_RECORD_BYTES
+def _read_lines(file: Part, settings: SourceSettings, of_text: bool) -> Iterator[Row | BadRecord]:
     with open_plain(file) as stream:
-        position = max(0, file.start - 1)
-        if position:  # a line belongs to the part that its first byte is in
+        number, position, inside = 0, max(0, file.start - 1), file.start > 0  # inside a line that is passed over
+        if inside:  # a line belongs to the part that its first byte is in
             stream.seek(position)
-            position += _skip_line(stream)
-        number = 0
-        while (file.stop is None or position < file.stop) and (line := stream.readline(limit)):
-            number += 1
+        while (inside or file.stop is None or position < file.stop) and (line := stream.readline(MAX_RECORD_BYTES)):
+            begins, inside = not inside, len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n")
+            number += begins
             place = f"{file.name}#{number}" if file.stop is None else f"{file.name}@{position}"
             position += len(line)
-            if len(line) == limit and not line.endswith(b"\n"):
-                position += _skip_line(stream)
-                yield BadRecord(place, "too large", f"a line over {limit / 1e6:.0f} MB")
-            elif not line.isspace():
-                glimpse = line[:140].decode("utf-8", "replace")
-                try:
-                    fields = json.loads(line.decode("utf-8-sig"))
-                except UnicodeDecodeError as error:
-                    yield _not_utf8(place, error)
-                except (ValueError, RecursionError) as error:
-                    yield BadRecord(place, "not JSON", getattr(error, "msg", str(error)), glimpse)
-                else:
-                    if isinstance(fields, dict):
-                        yield place, fields
-                    else:
-                        yield BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
+            if begins and inside:
+                yield BadRecord(place, "too large", f"a line over {MAX_RECORD_BYTES / 1e6:.0f} MB")
+            elif begins and not line.isspace():
+                yield _parse_line(line, place)
 
 
-def _skip_line(stream: Any) -> int:
-    """Read to the end of the line without holding it; returns the bytes of it."""
-    size = 0
-    while rest := stream.readline(CHUNK_BYTES):
-        size += len(rest)
-        if rest.endswith(b"\n"):
-            break
-    return size
+def _parse_line(line: bytes, place: str) -> Row | BadRecord:
+    glimpse = line[:140].decode("utf-8", "replace")
+    try:
+        fields = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return _not_utf8(place, error)
+    except (ValueError, RecursionError) as error:
+        return BadRecord(place, "not JSON", getattr(error, "msg", str(error)), glimpse)
+    if not isinstance(fields, dict):
+        return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
+    return place, fields
 
 
-def _read_table(file: SourceFile, settings: SourceSettings, of_text: bool) -> Iterator[Row]:
+def _read_table(file: Part, settings: SourceSettings, of_text: bool) -> Iterator[Row]:
     with open_stored(file) as raw:
         table, number = pq.ParquetFile(raw), 0
         names, where = table.schema_arrow.names, file.url.removeprefix("file://")
-        columns = needed_columns(settings, names, where) if of_text else None
+        columns = _needed_columns(settings, names, where) if of_text else None
         for group in range(table.num_row_groups):
             metadata = table.metadata.row_group(group)
             if file.stop is None or file.start <= metadata.column(0).data_page_offset < file.stop:
-                for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
-                    for offset, row in enumerate(batch.to_pylist(), number + 1):
-                        yield f"{file.name}#{offset}", row
-                    number += batch.num_rows
-            else:
-                number += metadata.num_rows
+                batches = table.iter_batches(batch_size=256, row_groups=[group], columns=columns)
+                rows = (row for batch in batches for row in batch.to_pylist())
+                yield from ((f"{file.name}#{offset}", row) for offset, row in enumerate(rows, number + 1))
+            number += metadata.num_rows
 
 
 # ---- web archives ----
 
 
-def _read_warc(file: SourceFile, settings: SourceSettings) -> Records:
+def _read_warc(file: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
     from fastwarc.warc import ArchiveIterator, WarcRecordType
 
     number, kinds = 0, WarcRecordType.response | WarcRecordType.conversion
@@ -294,23 +280,21 @@ def _read_warc(file: SourceFile, settings: SourceSettings) -> Records:
 def _read_entry(entry: Any, place: str) -> Record | BadRecord:
     from fastwarc.warc import WarcRecordType
     from resiliparse.extract.html2text import extract_plain_text
-    from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+    from resiliparse.parse.encoding import bytes_to_str, detect_encoding, map_encoding_to_html5
 
     id, limit = (entry.record_id or place).removeprefix("<urn:uuid:").removesuffix(">"), MAX_RECORD_BYTES
     url = entry.headers.get("WARC-Target-URI", "").strip("<>")
     if html := entry.record_type == WarcRecordType.response:
         kind = (entry.http_content_type or "").lower()
-        status = None if entry.http_headers is None else entry.http_headers.status_code
-        if not entry.is_http or status != 200:
-            return BadRecord(id, "not found", f"status {status} of {url}")
+        if not entry.is_http or entry.http_headers is None or entry.http_headers.status_code != 200:
+            return BadRecord(id, "not found", f"no answer with status 200 of {url}")
         if not kind.startswith(("text/html", "application/xhtml+xml")):
             return BadRecord(id, "not HTML", f"{kind or 'no content type'} of {url}")
     content = entry.reader.read(limit + 1)
     if len(content) < min(entry.content_length, limit + 1):
         raise DamagedFile(f"the file is cut off in the record of {url}")
     if html:
-        names = ("Content-Encoding", "Transfer-Encoding")
-        coding = " ".join(filter(None, map(entry.http_headers.get, names)))
+        coding = " ".join(filter(None, map(entry.http_headers.get, ("Content-Encoding", "Transfer-Encoding"))))
         # Many archives hold pages that were decoded already, under the header of before; FastWARC's own decoding would
         # end the whole archive there.
         if coding not in ("", "identity") and content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"<":
@@ -320,11 +304,81 @@ def _read_entry(entry: Any, place: str) -> Record | BadRecord:
                 return BadRecord(id, "unknown compression", f"{coding} of {url}")
     if len(content) > limit:
         return BadRecord(id, "too large", f"a page over {limit / 1e6:.0f} MB: {url}")
-    text = content.decode("utf-8", "replace")
     if html:  # in the charset that its header states, or else in the one it looks like: many state what is no charset
-        for encoding in filter(None, (entry.http_charset, detect_encoding(content))):
-            with contextlib.suppress(LookupError, ValueError):
-                text = str(bytes_to_str(content, encoding, errors="replace"))
-                break
-        text = str(extract_plain_text(text, main_content=True, alt_texts=False, list_bullets=False))
+        charset = map_encoding_to_html5(entry.http_charset or "", fallback_utf8=False) or detect_encoding(content)
+        page = bytes_to_str(content, charset or "utf-8", errors="replace")
+        text = str(extract_plain_text(page, main_content=True, alt_texts=False, list_bullets=False))
+    else:
+        text = content.decode("utf-8", "replace")
     return Record(id, encodable(text), url=url) if text.strip() else BadRecord(id, "empty", f"no text in {url}")
+
+
+# ---- datasets of the Hub, or of a folder that `datasets` reads ----
+
+
+def at_commit(source: SourceSettings, where: str) -> SourceSettings:
+    """The settings with the commit that the dataset is at now as its revision, so that all of it is read at that one.
+
+    Raises UserError if there is none or it is gated, and TransientError if the Hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    limit_requests()
+    try:
+        api = HfApi()
+        info = api.dataset_info(source.dataset, revision=source.revision or None, timeout=15.0)
+        api.auth_check(source.dataset, repo_type="dataset")  # a gated one shows its card to everybody
+    except Exception as error:  # of the Hub, and whatever a network or a proxy can come up with
+        raise refusal(error, "dataset", source.dataset, revision=source.revision, where=where) from None
+    return source.model_copy(update={"revision": info.sha or source.revision})
+
+
+def parts_of(source: SourceSettings, where: str, *, of_text: bool) -> list[Part]:
+    """A dataset, that of the Hub as `at_commit` returns it, in as many parts as it has files.
+
+    Raises UserError if it cannot be opened or, with `of_text`, has no column of text.
+    """
+    try:
+        count = max(1, _opened(source, of_text).num_shards)
+    except Exception as error:
+        if is_of_network(error):
+            raise refusal(error, "dataset", source.dataset, revision=source.revision, where=where) from None
+        what, fix = f"cannot open the dataset {source.dataset!r}: {first_line(error)}", getattr(error, "fix", "")
+        raise UserError(what, where=where, fix=fix) from None
+    name = source.dataset if is_on_hub(source) else Path(source.dataset).name
+    names = [f"{name}/{index}-of-{count}" for index in range(count)] if count > 1 else [name]
+    return [Part("", name, "dataset", 1, index, count) for index, name in enumerate(names)]
+
+
+def _read_dataset(part: Part, source: SourceSettings, of_text: bool) -> Iterator[Row]:
+    dataset = _opened(source, of_text)
+    try:
+        rows = dataset.shard(num_shards=part.stop, index=part.start) if part.stop != 1 else dataset
+        yield from ((f"{part.name}#{number}", row) for number, row in enumerate(rows, 1))
+    except Exception as error:  # of `datasets`, pyarrow, the network
+        if is_of_network(error) and is_on_hub(source):  # what damage loses would be lost for good
+            raise refusal(error, "dataset", source.dataset, revision=source.revision, where=part.name) from None
+        raise DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {first_line(error)}") from None
+
+
+@lru_cache(maxsize=2)
+def _opened(source: SourceSettings, of_text: bool) -> Any:
+    """The streamed dataset of a source, with all columns, or those of which a document is made."""
+    import datasets
+
+    datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that nobody uses here
+    # A URL, for a folder here with the name that the Hub knows it by would be read in its place. An empty cache, for
+    # where the Hub fails, what somebody loaded earlier, of whatever commit, would be taken from it.
+    limit_requests()
+    with tempfile.TemporaryDirectory() as empty:
+        dataset = datasets.load_dataset(
+            f"hf://datasets/{source.dataset}" if is_on_hub(source) else source.dataset,
+            source.config or None,
+            data_dir=source.data_dir or None,
+            split=source.split,
+            revision=source.revision or None,
+            cache_dir=empty,
+            streaming=True,
+        )
+    names = dataset.column_names
+    return dataset.select_columns(_needed_columns(source, names)) if of_text and names else dataset

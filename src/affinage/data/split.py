@@ -1,6 +1,5 @@
 """Step `split`: the part of the corpus that is never trained on."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from affinage.config.data import SplitSettings
-from affinage.data.documents import DocumentWriter, Stats, document_files, first_documents, read_documents
+from affinage.data.documents import DocumentWriter, Stats, numbered_files, read_documents
 from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.order import document_keys
 from affinage.errors import UserError
@@ -18,40 +17,36 @@ A_FEW = 4  # a source and language with at least this many documents (or groups 
 
 
 def split(
-    documents_folder: Path, folder: Path, settings: SplitSettings, seed: int, *, executor: Executor = LOCAL
+    source: Path, folder: Path, settings: SplitSettings, seed: int, *, executor: Executor = LOCAL
 ) -> dict[str, Any]:
     """Divide documents into `folder/train` and `folder/validation` and return the step's summary.
 
-    By document: of every source and language the share `settings.validation_fraction`, rounded, and at least one of 4,
-    goes to validation: the documents whose hashes with the seed are smallest. With `settings.group_separator` documents
-    whose ids agree up to there stay together. By tail: the last share of every document goes, with the same id.
-    In the summary, `documents_out` counts the training documents and `validation` has the others by
-    `<source>.<language>`. An interrupted call resumes. Raises UserError if nothing is left to train on.
+    By document: of each source and language the share `validation_fraction`, and at least one of 4, goes to validation:
+    the documents whose hashes with the seed are smallest. With `group_separator` documents whose ids agree up to there
+    stay together. By tail: the last share of every document goes, with the same id. An interrupted call resumes.
+    Raises UserError if nothing is left to train on.
     """
-    paths = document_files(documents_folder)
-    held_out = _held_out(paths, settings, seed)
+    held_out = _held_out(source, settings, seed)
 
     def write(task: tuple[Path, int]) -> list[dict[str, Any]]:
-        (path, first), statistics, place = task, (Stats(), Stats()), task[0].parent.relative_to(documents_folder)
+        (path, first), statistics, place = task, (Stats(), Stats()), task[0].parent.relative_to(source)
         with (
             DocumentWriter(folder / "train" / place, path.stem, statistics[0]) as train,
             DocumentWriter(folder / "validation" / place, path.stem, statistics[1]) as validation,
         ):
             for before, batch in statistics[0].entering(path):
+                own = held_out[first + before :][: batch.num_rows]
+                parts = [batch.filter(pa.array(~own)), batch.filter(pa.array(own))]
                 if settings.by == "tail":
-                    rows = batch.to_pylist()
-                    parts = [cut_tail(row["text"], settings.validation_fraction) for row in rows]
-                    heads = [row | {"text": head} for row, (head, _) in zip(rows, parts)]
-                    tails = [row | {"text": tail} for row, (_, tail) in zip(rows, parts) if tail]
-                    train.write(pa.RecordBatch.from_pylist(heads, batch.schema))
-                    validation.write(pa.RecordBatch.from_pylist(tails, batch.schema))
-                else:
-                    own = held_out[first + before :][: batch.num_rows]
-                    train.write(batch.filter(pa.array(~own)))
-                    validation.write(batch.filter(pa.array(own)))
+                    cuts = [cut_tail(text, settings.validation_fraction) for text in batch["text"].to_pylist()]
+                    column = batch.schema.get_field_index("text")
+                    parts = [batch.set_column(column, "text", pa.array(texts, pa.string())) for texts in zip(*cuts)]
+                    parts[1] = parts[1].filter(pc.not_equal(parts[1]["text"], ""))
+                train.write(parts[0])
+                validation.write(parts[1])
         return [vars(stats) for stats in statistics]
 
-    results = executor.map(write, list(zip(paths, first_documents(paths))), folder, threads=True)
+    results = executor.map(write, numbered_files(source), folder, threads=True)
     train, validation = (Stats.total(result[part] for result in results) for part in range(2))
     if validation.documents and not train.documents:
         where = f"data.split.validation_fraction={settings.validation_fraction}"
@@ -67,13 +62,11 @@ def split(
     }
 
 
-def _held_out(paths: Sequence[Path], settings: SplitSettings, seed: int) -> np.ndarray:
-    """Which documents of the files, end to end, are for validation, bool [N]; none where all are cut instead."""
+def _held_out(source: Path, settings: SplitSettings, seed: int) -> np.ndarray:
+    """Which documents are for validation, bool [N]; none where all are cut instead."""
     share, separator = settings.validation_fraction, settings.group_separator
-    if settings.by == "tail" or share == 0:
-        return np.zeros(first_documents(paths)[-1], bool)
     key_parts, name_parts = [np.zeros(0, np.uint64)], list[pa.Array]()  # 12 bytes of every document
-    for batch in (batch for path in paths for batch in read_documents(path, ["id", "source", "language"])):
+    for batch in read_documents(source, ["id", "source", "language"]):
         if separator:
             ids = [id.split(separator, 1)[0] for id in batch["id"].to_pylist()]
             batch = batch.set_column(batch.schema.get_field_index("id"), "id", pa.array(ids, pa.string()))
@@ -81,23 +74,21 @@ def _held_out(paths: Sequence[Path], settings: SplitSettings, seed: int) -> np.n
         names = pc.binary_join_element_wise(batch["source"], batch["language"], "\n")
         name_parts.append(names.dictionary_encode())
     keys = np.concatenate(key_parts)
+    if settings.by == "tail" or share == 0:
+        return np.zeros(keys.size, bool)
     names = pa.chunked_array(name_parts, pa.dictionary(pa.int32(), pa.string())).unify_dictionaries().combine_chunks()
     chosen = np.zeros(keys.size, bool)
     for number in range(len(names.dictionary)):
         members = np.flatnonzero(names.indices.to_numpy() == number)
         different = np.unique(keys[members]).size
         count = max(round(share * members.size), 1 if different >= A_FEW else 0)
-        if different == 1 < members.size:
-            count = 0  # or all of it would go
-        chosen[members[np.argsort(keys[members], kind="stable")[:count]]] = True
+        if different > 1 or members.size == 1:  # else all of it would go
+            chosen[members[np.argsort(keys[members], kind="stable")[:count]]] = True
     return np.isin(keys, keys[chosen])  # what belongs together goes whole, though its languages may differ
 
 
 def cut_tail(text: str, share: float) -> tuple[str, str]:
-    """A text in two parts, the second at most `share` of its characters, from the start of a line or else of a word on.
-
-    The parts join to the text; the second is empty where neither line nor word starts in it.
-    """
+    """A text in two parts, the second the last `share` of its characters or less: whole lines, else words, else ""."""
     cut = len(text) - int(len(text) * share)
     for mark in ("\n", " "):
         if 0 < (start := text.find(mark, max(0, cut - 1)) + 1) < len(text):

@@ -30,17 +30,9 @@ from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError, is_transient
 
 FACTS = "shards.json"
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("source", pa.string()),
-        ("url", pa.string()),
-        ("row", pa.int64()),  # of the shard
-        ("start", pa.int32()),  # tokens [start, stop) of the row ...
-        ("stop", pa.int32()),
-        ("offset", pa.int64()),  # ... are the document's, <s> included, from this one on
-    ]
-)
+# Tokens [start, stop) of a row of the shard are the document's from its token `offset` on, <s> included.
+_COLUMNS = {"row": pa.int64(), "start": pa.int32(), "stop": pa.int32(), "offset": pa.int64()}
+SCHEMA = pa.schema(dict.fromkeys(("id", "source", "url"), pa.string()) | _COLUMNS)
 _AGAIN = "The folder was changed after it was written: run the step that writes it again, with --force."
 
 # ---- places ----
@@ -218,7 +210,7 @@ def write_shard(
         counts["row_bytes"] = int(row_bytes.sum())
     of_pieces = [documents[number] for number in layout.document.tolist()]
     spans = {name: [getattr(document, name) for document in of_pieces] for name in ("id", "source", "url")}
-    spans |= {name: getattr(layout, name) for name in ("row", "start", "stop", "offset")}
+    spans |= {name: getattr(layout, name) for name in _COLUMNS}
     table = io.BytesIO()
     pq.write_table(pa.table(spans, SCHEMA), table, compression="zstd", row_group_size=65_536)
     for place in dict.fromkeys((here, url or here)):
@@ -228,24 +220,26 @@ def write_shard(
 
 def _put_array(place: str, name: str, array: np.ndarray) -> dict[str, Any]:
     """Write an array as .npy into a folder or at a URL; return {rows, bytes, sha256}."""
-    file = io.BytesIO()
-    np.save(file, array)
-    contents = file.getbuffer()
-    _put(place, name, contents)
-    return {"rows": len(array), "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+    array, header = np.ascontiguousarray(array), io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    parts = (header.getvalue(), array.reshape(-1).view(np.uint8).data)  # large arrays are not copied
+    _put(place, name, *parts)
+    digest = hashlib.sha256(parts[0])
+    digest.update(parts[1])
+    return {"rows": len(array), "bytes": sum(map(len, parts)), "sha256": digest.hexdigest()}
 
 
-def _put(place: str, name: str, contents: bytes | memoryview) -> None:
-    """Write a file into a folder or at a URL, whole or not at all."""
+def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
+    """Write a file of some parts into a folder or at a URL, whole or not at all."""
     if is_local(place):
         path = Path(fsspec.core.strip_protocol(place), name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, contents)
+        write_atomically(path, *parts)
         return
     with errors_at(place):
         filesystem, root = fsspec.core.url_to_fs(place)
         filesystem.makedirs(root, exist_ok=True)
-        upload(filesystem, f"{root}/{name}", bytes(contents))
+        upload(filesystem, f"{root}/{name}", b"".join(parts))
 
 
 def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks = MARKS, **facts: Any) -> dict[str, Any]:
@@ -319,7 +313,7 @@ class TokenShards:
         rows: set[int] = set()
         for shard, first in enumerate(self.starts[:-1].tolist()):
             table = self._documents_of(shard, ("id", "==", id), ("source", "==", source))
-            row, start, stop, offset = (table.column(name).to_numpy() for name in ("row", "start", "stop", "offset"))
+            row, start, stop, offset = (table.column(name).to_numpy() for name in _COLUMNS)
             for begin, end in ranges:
                 rows.update((first + row[(offset < end) & (offset + stop - start > begin)]).tolist())
         return sorted(rows)

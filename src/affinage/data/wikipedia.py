@@ -3,13 +3,10 @@
 The text is what a reader of the article reads, without tables, references, pictures and boxes.
 """
 
-import itertools
 import re
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Iterator
-from functools import partial
-from xml.sax.saxutils import unescape
+from collections.abc import Collection, Iterator
 
 import mwparserfromhell
 from mwparserfromhell import nodes
@@ -17,15 +14,12 @@ from mwparserfromhell.parser import ParserError
 from mwparserfromhell.wikicode import Wikicode
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import CHUNK_BYTES, DamagedFile, SourceFile, open_plain
+from affinage.data.files import DamagedFile, Part, open_plain
 from affinage.data.readers import BadRecord, Record
 
 LICENSE = "cc-by-sa-4.0"
-_HEAD_BYTES = 1_000_000
-_PAGE_BYTES = 16_000_000  # MediaWiki itself takes no article over 2 MB
-_LANGUAGE = re.compile(r'<mediawiki[^>]*\bxml:lang="([\w-]+)"')
-_NAMESPACE = re.compile(r'<namespace key="(?:6|14)"[^>]*>([^<]*)</namespace>')  # links to files and categories: no text
-_BASE = re.compile(r"<base>([^<]*)/[^/<]*</base>")
+_XML_LANGUAGE = "{http://www.w3.org/XML/1998/namespace}lang"
+_NO_TEXT = ("6", "14")  # the namespaces of files and categories: links to them are no text
 # Elements that hold no running text, or whose text follows them (the signs of lists).
 _DROPPED_TAGS = frozenset(
     "ref references table gallery math chem timeline score imagemap syntaxhighlight source pre style script "
@@ -60,68 +54,61 @@ _TIDY = [  # patterns, and what takes their place
 ]
 
 
-def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | BadRecord]:
+def read_dump(file: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
     """The articles (namespace 0, no redirects) of a dump; what is no article is left out without being counted."""
+    wiki, dropped = "", {"file", "image", "category"}
     with open_plain(file) as stream:
-        start = stream.read(_HEAD_BYTES)
-        head = start.decode("utf-8", "replace")
-        declared, base = _LANGUAGE.search(head), _BASE.search(head)
-        if "<mediawiki" not in head or base is None:
-            raise DamagedFile("the file is no MediaWiki dump: it does not begin with <mediawiki> and <siteinfo>")
-        wiki, language = unescape(base[1]), declared[1] if declared else ""
-        dropped = frozenset({"file", "image", "category", *map(str.lower, _NAMESPACE.findall(head))})
-        chunks = itertools.chain([start], iter(partial(stream.read, CHUNK_BYTES), b""))
-        for page in _pages(chunks):
-            try:
-                element = ElementTree.fromstring(page)
-                if element.findtext("ns") != "0" or element.find("redirect") is not None:
-                    continue
-                id, title = element.findtext("id") or "", element.findtext("title") or ""
-                text = wikitext_to_text(element.findtext("revision/text") or "", dropped)
-            except (ElementTree.ParseError, ParserError, RecursionError) as error:
-                glimpse = page[:200].decode("utf-8", "replace")
-                yield BadRecord(file.name, "wikitext cannot be parsed", str(error), glimpse)
-                continue
-            url = f"{wiki}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}"
-            if text:
-                yield Record(id, f"{title}\n\n{text}", language=language, url=url, license=LICENSE)
-            else:
-                yield BadRecord(id, "empty", f"no text in the article {title!r}")
+        try:
+            events = ElementTree.iterparse(stream, ("start", "end"))
+            _, root = next(events)
+            language = root.get(_XML_LANGUAGE, "")
+            for event, element in events:
+                match event, element.tag.rpartition("}")[2]:
+                    case "end", "base":  # the address of the main page
+                        wiki = (element.text or "").rpartition("/")[0]
+                    case "end", "namespace" if element.get("key") in _NO_TEXT:
+                        dropped.add((element.text or "").lower())
+                    case "end", "page":
+                        root.clear()  # of the pages before
+                        if element.findtext("{*}ns") == "0" and element.find("{*}redirect") is None:
+                            yield _article(element, wiki, language, dropped)
+        except ElementTree.ParseError as error:
+            raise DamagedFile(f"the file is cut off, damaged, or no MediaWiki dump: {error}") from None
+    if not wiki:
+        raise DamagedFile("the file is no MediaWiki dump: it has no <siteinfo> with a <base>")
 
 
-def _pages(content: Iterable[bytes]) -> Iterator[bytes]:
-    """The `<page>` elements, one by one."""
-    buffer = b""
-    for chunk in content:
-        *pages, buffer = (buffer + chunk).split(b"</page>")
-        for page in pages:
-            if (start := page.find(b"<page>")) >= 0:
-                yield page[start:] + b"</page>"
-        if len(buffer) > _PAGE_BYTES:
-            raise DamagedFile(f"a page is over {_PAGE_BYTES / 1e6:.0f} MB")
-    if b"</mediawiki>" not in buffer:
-        raise DamagedFile("the file is cut off: the dump has no </mediawiki>")
+def _article(page: ElementTree.Element, wiki: str, language: str, dropped: Collection[str]) -> Record | BadRecord:
+    id, title, wikitext = (page.findtext(f"{{*}}{name}") or "" for name in ("id", "title", "revision/{*}text"))
+    try:
+        text = wikitext_to_text(wikitext, dropped)
+    except (ParserError, RecursionError) as error:
+        return BadRecord(id, "wikitext cannot be parsed", str(error), wikitext[:200])
+    if not text:
+        return BadRecord(id, "empty", f"no text in the article {title!r}")
+    url = f"{wiki}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}"
+    return Record(id, f"{title}\n\n{text}", language=language, url=url, license=LICENSE)
 
 
 # ---- wikitext ----
 
 
-def wikitext_to_text(wikitext: str, dropped_namespaces: Iterable[str] = ("file", "image", "category")) -> str:
+def wikitext_to_text(wikitext: str, dropped: Collection[str] = ("file", "image", "category")) -> str:
     """The running text of an article, paragraphs and headings apart by a blank line; "" if there is none.
 
-    `dropped_namespaces` (in lower case) are those whose links are no text: pictures and categories, in the wiki's
-    language. Sections that only list references and links are dropped with their headings.
+    Links to the namespaces `dropped` (in lower case) are no text. Sections that only list references and links are
+    left out with their headings.
     """
     code = mwparserfromhell.parse(wikitext)
     for section in reversed(code.get_sections(matches=_DROPPED_SECTIONS)):  # what is in another goes first
         del section.nodes[:]
-    text = _render(code, frozenset(dropped_namespaces))
+    text = _render(code, dropped)
     for pattern, replacement in _TIDY:
         text = pattern.sub(replacement, text)
     return text.strip()
 
 
-def _render(code: Wikicode | None, dropped: frozenset[str]) -> str:
+def _render(code: Wikicode | None, dropped: Collection[str]) -> str:
     parts: list[str] = []
     for node in code.nodes if code is not None else ():
         text = ""  # of comments
@@ -153,7 +140,7 @@ def _render(code: Wikicode | None, dropped: frozenset[str]) -> str:
     return "".join(parts)
 
 
-def _template(node: nodes.Template, dropped: frozenset[str], *, inline: bool) -> str:
+def _template(node: nodes.Template, dropped: Collection[str], *, inline: bool) -> str:
     # Of a template that is not known, within a sentence, the words are its arguments, if they have no names and are few
     # and short; others are boxes, references and notices.
     name = str(node.name).strip()

@@ -77,11 +77,9 @@ def logits_of(program: Program, params: PyTree, batch: Batch, **config: Any) -> 
     return outputs.values[graph.logits], outputs.cache
 
 
-# ---- what is compiled, once for every shape; a cache is a tree of arrays [layers, slots, K, T, D] ----
-
-
 @partial(jax.jit, static_argnames=("program", "slots", "length"))
 def _empty_cache(program: Program, slots: int, length: int) -> PyTree:
+    """A tree of arrays [layers, slots, K, length, D]."""
     return _sharded(program, init_cache(program[0], slots, length, jnp.dtype(program[1])))
 
 
@@ -187,6 +185,9 @@ class Engine:
         try:
             while self.waiting or self.active:
                 yield from self.step()
+        except KeyboardInterrupt:
+            self.reset()  # a program may have had the cache
+            raise
         finally:
             for request in requests:
                 request.cancelled = True

@@ -9,10 +9,7 @@ from affinage.data.synthetic.facts import LANGUAGES, Fact, Scene, dressed, group
 ABOUT_COUNTRIES = ("currency", "language", "continent", "country_name")
 REHEARSED = "continent"  # stated twice as often as the others: nothing in a country's name hints at its continent
 OPENED_SHARE = 0.25  # of the documents of a kind that has openings; most begin in the middle, as facts are asked
-# Planted documents per ordinary one, by their defect.
-PLANTED = {"exact-duplicate": 0.020, "near-duplicate": 0.020, "wrong-language": 0.014, "short": 0.008, "junk": 0.008}
 NEAR_JACCARD = 0.85  # of word 5-grams: above the usual threshold of 0.8 with room for another way to cut words
-NOISE = "#%&*+=<>|~^{}[]()@$;:/\\_\x01\x02\x07\x1b\x7f\ufffd"
 
 
 class Document(NamedTuple):
@@ -192,7 +189,8 @@ def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> list[
 
     The id of a duplicate begins with the id of its original. A near-duplicate has one filler replaced by another.
     """
-    prose, counts = table("prose"), {kind: round(share * len(ordinary)) for kind, share in PLANTED.items()}
+    prose = table("prose")
+    counts = {kind: round(share * len(ordinary)) for kind, share in prose["planted"].items()}
     copied = enumerate(rng.sample(ordinary, counts["exact-duplicate"]))
     planted = [each._replace(id=f"{each.id}+exact-{i:04d}", kind="exact-duplicate") for i, each in copied]
     near: list[Document] = []
@@ -214,6 +212,6 @@ def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> list[
         text = rng.choice(prose["short"][language]).format(n=rng.randrange(1, 400))
         planted.append(Document(f"short-{i:04d}", text, language, "short"))
     for i in range(counts["junk"]):
-        noise = ("".join(rng.choices(NOISE, k=rng.randrange(3, 14))) for _ in range(rng.randrange(15, 60)))
+        noise = ("".join(rng.choices(prose["noise"], k=rng.randrange(3, 14))) for _ in range(rng.randrange(15, 60)))
         planted.append(Document(f"junk-{i:04d}", " ".join(noise), "", "junk"))
     return planted
