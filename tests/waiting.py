@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 PATIENCE = 300.0  # seconds
 T = TypeVar("T")
@@ -19,9 +19,10 @@ def until(true: Callable[[], T], seconds: float = PATIENCE) -> T:
     return found
 
 
-def python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+def python(program: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """What a program of Python said, and how it ended."""
-    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=PATIENCE)
+    how = {"capture_output": True, "text": True, "timeout": PATIENCE, **options}
+    return subprocess.run([sys.executable, "-c", program, *words], **how)
 
 
 def begun(program: str, *words: str, **options: object) -> subprocess.Popen[str]:

@@ -29,7 +29,8 @@ KILLED, SAVED = [(1, -signal.SIGKILL)], [(0, 75), (1, 75)]
 class Scripted:
     """A launcher, and its workers, which end as is written: for every start, (worker, status) in order.
 
-    At `SIGNAL` the process that supervises them gets SIGTERM. A start that is an exception is one that fails with it.
+    At `SIGNAL` the process that supervises them gets SIGTERM. A start that is an exception is one that fails with it;
+    one that is `SIGNAL` waits until that comes.
     """
 
     workers = 2
@@ -41,6 +42,9 @@ class Scripted:
         start = self.starts.pop(0)
         if isinstance(start, Exception):
             raise start
+        if start == SIGNAL:
+            signal.raise_signal(signal.SIGTERM)
+            raise AssertionError("it went on waiting")
         self.script, self.begun = list(start), self.begun + 1
         return self
 
@@ -121,19 +125,9 @@ def test_a_signal_is_passed_on_and_nothing_starts_again():
     launcher = Scripted([SIGNAL])
     status, said = run(launcher)
     assert status == 75 and launcher.begun == 1 and launcher.sent == [signal.SIGTERM] and not said
-
-
-def test_a_signal_while_machines_are_waited_for_is_heard_at_once():
-    class Waiting(Scripted):
-        def start(self, command: Sequence[str]) -> WorkerGroup:
-            if not self.starts:
-                signal.raise_signal(signal.SIGTERM)
-                raise AssertionError("it went on waiting")
-            return super().start(command)
-
-    with pytest.raises(Preempted):
-        run(Waiting())
-    assert run(Waiting(KILLED))[0] == 75
+    with pytest.raises(Preempted):  # while machines are waited for
+        run(Scripted(SIGNAL))
+    assert run(Scripted(KILLED, SIGNAL))[0] == 75
 
 
 def test_a_mistake_that_the_processes_of_a_launch_find_ends_it_with_one_message_and_status_2(own_runs: Path):
@@ -146,13 +140,17 @@ def test_a_mistake_that_the_processes_of_a_launch_find_ends_it_with_one_message_
     assert not any("Traceback" in line for line in said), said
 
 
+def exits_of(group: WorkerGroup, count: int) -> list[WorkerExit]:
+    found: list[WorkerExit] = []
+    until(lambda: found.extend(group.exits(1.0)) or len(found) == count)
+    return found
+
+
 def test_lines_and_statuses_come_back_and_what_a_worker_has_started_is_killed_with_it(tmp_path: Path):
     said: list[str] = []
     script = f"echo in $AFFINAGE_PROCESS_ID of $AFFINAGE_NUM_PROCESSES; sleep 600 & echo $! > {tmp_path}/child; exit 3"
     group = start_processes(["sh", "-c", script], {"PATH": "/usr/bin:/bin"}, 2, said.append)
-    exits: list[WorkerExit] = []
-    until(lambda: exits.extend(group.exits(1.0)) or len(exits) == 2)
-    assert {(each.worker, each.status) for each in exits} == {(0, 3), (1, 3)}
+    assert {(each.worker, each.status) for each in exits_of(group, 2)} == {(0, 3), (1, 3)}
     assert set(said) == {"0 | in 0 of 2", "1 | in 1 of 2"}
     group.kill()
     child = int((tmp_path / "child").read_text())
@@ -176,24 +174,19 @@ def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_agai
         until(lambda: all((tmp_path / f"process-{worker}").exists() for worker in range(2)))
         return group
 
-    def exits(group: WorkerGroup, count: int) -> list[WorkerExit]:
-        found: list[WorkerExit] = []
-        until(lambda: found.extend(group.exits(1.0)) or len(found) == count)
-        return found
-
     files = {str(recipe): b"name: other"}
     launcher = RayLauncher(2, devices=1, files=files, say=said.append, program=PROGRAM)
     try:
         group = running()
         group.send(signal.SIGTERM)
-        assert [each.status for each in exits(group, 2)] == [75, 75]
+        assert [each.status for each in exits_of(group, 2)] == [75, 75]
         group.kill()
         assert {(tmp_path / f"saved-{worker}").read_text() for worker in range(2)} == {"SIGTERM"}
         assert {"0 | name: other", "1 | name: other", "0 | worker 0 of 2", "1 | worker 1 of 2"} <= set(said)
         group = running()
         process, actor = map(int, (tmp_path / "process-1").read_text().split())
         os.kill(actor, signal.SIGKILL)  # the worker of Ray, and with it the process that it has started
-        assert [(each.worker, each.status) for each in exits(group, 1)] == [(1, -signal.SIGKILL)]
+        assert [(each.worker, each.status) for each in exits_of(group, 1)] == [(1, -signal.SIGKILL)]
         until(lambda: not Path(f"/proc/{process}").exists())
         group.kill()
         assert supervise(launcher.start, ["exit", "1"], max_failures=1, say=said.append) == 1

@@ -8,7 +8,6 @@ process, where it hurts itself (after a step, or in a phase), and a signal's num
 """
 
 import json
-import math
 import os
 import random
 import signal
@@ -20,7 +19,6 @@ from pathlib import Path
 
 import tiny
 from affinage.checkpoint import CheckpointStore
-from affinage.checkpoint.store import compare
 from affinage.cluster.launch import WorkerGroup, cpu_devices, start_processes, supervise
 from affinage.cluster.processes import Processes, init_distributed
 from affinage.errors import EXIT_PREEMPTED, Preempted
@@ -72,8 +70,7 @@ class Training:
 def ended_alike(one: Path, other: Path, step: int) -> bool:
     """Whether two runs ended with the same state and curve, bit for bit."""
     first, second = (CheckpointStore(folder / "checkpoints").metadata(step) for folder in (one, other))
-    found = compare(first, second)["arrays"]
-    same = bool(found["same"]) and not found["different"] and not found["only"]
+    same = bool(first.checksums) and first.checksums == second.checksums
     return same and tiny.curve(one) == tiny.curve(other) and len(tiny.curve(one)) > 1
 
 
@@ -81,18 +78,8 @@ def _made(folder: Path, start: int, process: int) -> Path:
     return folder.with_name(f"{folder.name}-{start}-{process}.steps")
 
 
-class Feed(tiny.RandomFeed):
-    """Not finite in the last row of the named steps, counted from 1; each process reads its own rows alone."""
-
-    def __init__(self, nonfinite: Sequence[int] = ()) -> None:
-        super().__init__()
-        self._nonfinite = nonfinite
-
-    def batch(self, step: int) -> dict:
-        batch = super().batch(step)
-        if step + 1 in self._nonfinite:
-            batch["loss_mask"][-1] = math.nan
-        return batch
+class Feed(tiny.SickFeed):
+    """Each process reads its own rows alone."""
 
     def iterate_part(self, number: int, part: int, parts: int) -> Iterator[dict]:
         share = self.rows // parts
@@ -115,19 +102,9 @@ def main(job: dict) -> None:
         if (index, step) == (process, place):
             os.kill(os.getpid(), number) if number else time.sleep(3600)
 
-    training = tiny.job(
-        folder,
-        job["steps"],
-        on_step,
-        graph=tiny.graph(dropout=0.1, layers=1),
-        mesh={"data": 2, "fsdp": 2},
-        feed=Feed(job.get("nonfinite", ())),
-        validation={"held out": tiny.HeldOut()},
-        initial_params=None,
-        eval_every=7,
-        **job.get("settings", {}),
-        **job.get("runtime", {}),
-    )
+    how = {"graph": tiny.graph(dropout=0.1, layers=1), "mesh": {"data": 2, "fsdp": 2}, "initial_params": None}
+    how |= {"feed": Feed(job.get("nonfinite", ())), "validation": {"held out": tiny.HeldOut()}, "eval_every": 7}
+    training = tiny.job(folder, job["steps"], on_step, **how, **job.get("settings", {}), **job.get("runtime", {}))
     with StopSignals(), init_distributed(training.runtime.heartbeat_timeout):
         train(training)
 

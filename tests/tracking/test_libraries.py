@@ -21,9 +21,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all runs: a training of 10 steps that failed after step 8 and went on from step 5."""
     folder = tmp_path_factory.mktemp("runs")
     os.environ["WANDB_API_KEY"] = "a" * 40  # pretends to be a key; offline, nobody looks at it
-    names = ("tensorboard", "wandb", "trackio", "mlflow")
     of = {"validation": {"pocket-world.en": tiny.HeldOut()}, "name": "sft", "eval_every": 5}
-    of["trackers"] = trackers_of({name: {} for name in names})
+    of["trackers"] = trackers_of({name: {} for name in ("tensorboard", "wandb", "trackio", "mlflow")})
     of["tracked"] = TrackedRun("tiny/sft", "tiny", folder)
     with pytest.MonkeyPatch.context() as patch:
         long = dict.fromkeys(tracking.TO_CLOSE, 500.0)  # MLflow makes a database of forty tables
@@ -56,8 +55,7 @@ def test_tensorboard_reads_one_curve_of_every_step(runs: Path):
 def test_wandb_has_two_offline_parts_of_one_run(runs: Path):
     files = sorted((runs / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{ids(runs)['wandb']}.wandb"] * 2
-    for file in files:
-        assert file.read_bytes().count(b"train/loss") >= 5  # lines
+    assert all(file.read_bytes().count(b"train/loss") >= 5 for file in files)  # lines
 
 
 def test_trackio_has_every_step(runs: Path):
@@ -65,9 +63,8 @@ def test_trackio_has_every_step(runs: Path):
     with sqlite3.connect(database) as connection:
         rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
     assert {row[0] for row in rows} == {ids(runs)["trackio"]}
-    read = [(step, json.loads(metrics)) for _, step, metrics in rows]
-    found = {step: metrics for step, metrics in read if "train/loss" in metrics}
-    assert {step: metrics["train/loss"] for step, metrics in found.items()} == losses(runs)
+    read = {step: json.loads(metrics) for _, step, metrics in rows if "train/loss" in metrics}
+    assert {step: metrics["train/loss"] for step, metrics in read.items()} == losses(runs)
 
 
 def test_mlflow_has_every_step_the_settings_and_how_it_ended(runs: Path):

@@ -20,25 +20,21 @@ from run_affinage import refused
 
 TARGETS = ("query", "value", "out", "gate", "down")
 LORA = {"r": 4, "alpha": 6, "target_modules": TARGETS}
+DENSE, EXPERTS = tiny.graph(layers=2), parse(tiny_graphs.moe(layers=1))
+LAYERS: dict[str, dict] = {
+    "dense": {},
+    "experts": {"graph": EXPERTS, "lora": {"r": 3, "alpha": 7, "target_modules": ("query", "value")}},
+}
 
 
-def dense() -> Graph:
-    return tiny.graph(layers=2)
-
-
-@functools.cache
-def experts() -> Graph:
-    return parse(tiny_graphs.moe(layers=1))
-
-
-def job(folder: Path = Path("unused"), graph: Graph | None = None, hook: Any = None, **changes: Any):
+def job(folder: Path = Path("unused"), graph: Graph = DENSE, hook: Any = None, **changes: Any):
     mesh, lora = changes.pop("mesh", {"data": 1}), changes.pop("lora", LORA)
     settings = tiny.tuning(SftSettings, 10, own={"lora": lora}, **changes)
-    return tiny.job(folder, 10, hook, graph=graph or dense(), mesh=mesh, settings=settings)
+    return tiny.job(folder, 10, hook, graph=graph, mesh=mesh, settings=settings)
 
 
 def test_a_new_adapter_changes_nothing_and_only_the_named_matrices_have_one():
-    adapters, weights = Adapters(dense(), LoraSettings(**LORA)), tiny_graphs.random_params(dense(), seed=1)
+    adapters, weights = Adapters(DENSE, LoraSettings(**LORA)), tiny_graphs.random_params(DENSE, seed=1)
     low = jax.jit(functools.partial(init_params, adapters))(jax.random.key(0))
     assert tiny.bits(adapters.merged(weights, low)) == tiny.bits(weights)
     blocks = low["blocks"]
@@ -50,11 +46,11 @@ def test_a_new_adapter_changes_nothing_and_only_the_named_matrices_have_one():
 
 
 def test_targets_that_the_model_has_not_are_refused():
-    mistake = refused(lambda: Adapters(dense(), LoraSettings(target_modules=("query", "q_proj"))), match="q_proj")
+    mistake = refused(lambda: Adapters(DENSE, LoraSettings(target_modules=("query", "q_proj"))), match="q_proj")
     assert "down, gate, key, out, query, up, value" in str(mistake)
-    by_default = Adapters(experts(), LoraSettings()).targets
+    by_default = Adapters(EXPERTS, LoraSettings()).targets
     assert {path[-1] for path in by_default} == {"query", "key", "value", "out"}  # those of experts have none
-    refused(lambda: Adapters(experts(), LoraSettings(target_modules=("query", "gate"))), match="gate")
+    refused(lambda: Adapters(EXPERTS, LoraSettings(target_modules=("query", "gate"))), match="gate")
 
 
 def test_only_adapters_are_trained_and_in_checkpoints(tmp_path: Path):
@@ -65,7 +61,7 @@ def test_only_adapters_are_trained_and_in_checkpoints(tmp_path: Path):
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(last.params))
     shapes = {leaf.shape for leaf in jax.tree.leaves(last.params)} | {()}
     assert {leaf.shape for leaf in jax.tree.leaves(last.opt_state)} == shapes
-    whole = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(dense())))
+    whole = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(DENSE)))
     store, frozen = CheckpointStore(tmp_path / "checkpoints"), CheckpointStore(tmp_path / FROZEN)
     saved = store.restore(10, store.abstract(10))
     assert sum(leaf.size for leaf in jax.tree.leaves(saved)) < whole
@@ -77,12 +73,6 @@ def first_state(kind: str):
     """Adapters that change something, on one device."""
     state = jax.device_get(tiny.uncompiled(job(**LAYERS[kind])).begin())
     return state._replace(params=jax.tree.map(lambda p: p + np.float32(0.02), state.params))
-
-
-LAYERS: dict[str, dict] = {
-    "dense": {},
-    "experts": {"graph": experts(), "lora": {"r": 3, "alpha": 7, "target_modules": ("query", "value")}},
-}
 
 
 @pytest.mark.full

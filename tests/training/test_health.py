@@ -19,12 +19,9 @@ from affinage.model import ApplyConfig, init_params, parse
 from affinage.model.layer import LAYERS, Layer, LayerContext, register_layer
 from affinage.training import TrainJob, train
 from affinage.training.health import HealthMonitor, TrainingDiverged, data_offset_at, diagnose
-from affinage.training.metrics import step_line
 from affinage.training.state import LossWindow
 from affinage.training.step import detect_spike
 from run_affinage import refused
-
-NAN = float("nan")
 
 
 def job(folder: Path, feed: tiny.SickFeed, hook=None, every: int = 5, **health: object) -> TrainJob:
@@ -37,25 +34,16 @@ def events(folder: Path) -> list[dict]:
 
 
 class Later(tiny.SickFeed):
-    """From step 6 on, the batches of three steps later."""
+    """Leaves the batches 6, 7 and 8 out."""
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         return super().batch(step if step < 5 else step + 3)
 
 
-@pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that never saw the batches 6, 7 and 8."""
-    folder = tmp_path_factory.mktemp("without")
-    train(job(folder, Later()))
-    return folder
-
-
-@pytest.mark.parametrize(
-    "fails", [pytest.param(False, id="at once"), pytest.param(True, id="and started again", marks=pytest.mark.full)]
-)
-def test_a_rollback_continues_as_if_the_batches_since_had_never_been(tmp_path: Path, without: Path, fails: bool):
-    feed, seen = tiny.SickFeed(not_finite=(8,)), []
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_rollback_continues_as_if_the_batches_since_had_never_been(tmp_path: Path, fails: bool):
+    feed, seen, without = tiny.SickFeed(not_finite=(8,)), [], tmp_path / "without"
+    train(job(without, Later()))
     if fails:
         with pytest.raises(RuntimeError):
             train(job(tmp_path, feed, tiny.fails_at(12), on_nonfinite="rollback"))
@@ -90,68 +78,45 @@ def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
     assert summary["health"]["data_offset"] == (3 if policy == "rollback" else 0)
 
 
+SICK = {"skipped": 1.0, "loss": float("nan"), "grad_norm": float("nan")}
+SICK_SPIKE = {"skipped": 1.0, "loss": 9.0, "grad_norm": float("inf"), "spike": 1.0, "spike_score": 60.0}
+NOTED = {"spike_window": 8, "on_spike": "log", "max_skips": 3}
+BACK, TEN = {"on_nonfinite": "rollback", "max_skips": 99}, {"rollbacks": [[step, step - 1] for step in range(1, 11)]}
+
+
 @pytest.mark.parametrize(
-    ("limits", "sick", "opens"),
+    ("limits", "before", "metrics", "steps", "opens"),
     [
-        ({}, [1, 26, 51, 76, 100], True),
-        ({}, [1, 26, 51, 76, 101], False),
-        ({"max_skips": 2, "window": 5}, [3, 9, 12], True),
+        pytest.param({}, {}, SICK, [1, 26, 51, 76, 100], True, id="5 in 100"),
+        pytest.param({}, {}, SICK, [1, 26, 51, 76, 101], False, id="5 in 101"),
+        pytest.param({"max_skips": 2, "window": 5}, {}, SICK, [3, 9, 12], True, id="2 in 5"),
+        pytest.param(NOTED, {}, SICK_SPIKE, [10, 11, 12], True, id="spikes are only noted"),
+        pytest.param(BACK, TEN, SICK, [30], True, id="after ten rollbacks"),
     ],
-    ids=["5 in 100", "5 in 101", "2 in 5"],
 )
-def test_five_in_a_hundred_are_too_many(tmp_path: Path, limits: dict, sick: list[int], opens: bool):
-    health = HealthMonitor(HealthSettings(**limits), tmp_path, 0, {})
-    for step in sick[:-1]:
-        health.update(step, {"skipped": 1.0, "loss": NAN})
+def test_too_many_updates_that_are_not_finite_stop_a_run(tmp_path: Path, limits, before, metrics, steps, opens: bool):
+    health = HealthMonitor(HealthSettings(**limits), tmp_path, 0, before)
     with pytest.raises(TrainingDiverged) if opens else contextlib.nullcontext():
-        health.update(sick[-1], {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})
-    assert [event["action"] for event in events(tmp_path)][-1] == ("stopped" if opens else "skipped")
+        for step in steps:
+            health.update(step, metrics)
+    found, skipped = [(event["cause"], event["action"]) for event in events(tmp_path)], ("nonfinite", "skipped")
+    assert found == [*[skipped] * (len(steps) - 1), ("nonfinite", "stopped") if opens else skipped]
 
 
-def test_a_run_that_only_notes_spikes_is_stopped_by_what_is_not_finite(tmp_path: Path):
-    health = HealthMonitor(HealthSettings(spike_window=8, on_spike="log", max_skips=3), tmp_path, 0, {})
-    metrics = {"skipped": 1.0, "loss": 9.0, "grad_norm": float("inf"), "spike": 1.0, "spike_score": 60.0}
-    health.update(10, metrics)
-    assert [(event["cause"], event["action"]) for event in events(tmp_path)] == [("nonfinite", "skipped")]
-    row = metrics | {"grad_norm": None, "step": 10, "learning_rate": 0.1, "tokens": 1, "tokens_per_second": 1.0}
-    assert "not finite" in step_line(row | {"mfu": None}, steps=10)
-    health.update(11, metrics)
-    with pytest.raises(TrainingDiverged):
-        health.update(12, metrics)
-
-
-def test_after_ten_rollbacks_the_run_stops(tmp_path: Path):
-    settings = HealthSettings(on_nonfinite="rollback", max_skips=99)
-    ten = {"rollbacks": [[step, step - 1] for step in range(1, 11)]}
-    health = HealthMonitor(settings, tmp_path, 0, ten)
-    with pytest.raises(TrainingDiverged):
-        health.update(30, {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})
-
-
-@pytest.fixture(scope="module")
-def model() -> tuple[Any, dict, dict]:
-    graph = tiny.graph(layers=2)
-    return graph, init_params(graph, jax.random.key(0)), tiny.RandomFeed().batch(0)
-
-
-def test_the_diagnosis_names_the_node_in_which_a_value_is_no_longer_finite(model):
-    graph, params, batch = model
+def test_the_diagnosis_names_the_node_in_which_something_is_no_longer_finite(monkeypatch: pytest.MonkeyPatch):
+    graph, batch = tiny.graph(layers=2), tiny.RandomFeed().batch(0)
+    params = init_params(graph, jax.random.key(0))
+    block, blocks = type(next(node for node in graph.nodes if node.name == "blocks").layer), params["blocks"]
+    apply = block.apply
 
     def first(**changed: Any) -> str:
         return diagnose(graph, ApplyConfig(), params | changed, None, batch)["first"]
 
-    blocks = params["blocks"]
     assert first() == "nothing"
     grown = jax.tree.map(lambda w: w.at[1].mul(1e30) if w.ndim > 2 else w, blocks)
     assert first(blocks=grown) == "the value of blocks"
     lost = jax.tree.map(lambda w: w.at[1].set(jnp.nan), blocks)
     assert first(blocks=lost) == "the weights of blocks"
-
-
-def test_the_diagnosis_names_the_node_in_which_a_gradient_is_no_longer_finite(model, monkeypatch: pytest.MonkeyPatch):
-    graph, params, batch = model
-    block = type(next(node for node in graph.nodes if node.name == "blocks").layer)
-    apply = block.apply
 
     def with_a_root(kind: Any, weights: Any, inputs: tuple[Any, ...], context: Any) -> Any:
         """Its value is finite where the weights are 0, its gradient is not."""
@@ -159,9 +124,8 @@ def test_the_diagnosis_names_the_node_in_which_a_gradient_is_no_longer_finite(mo
         return replace(result, value=result.value + jnp.sqrt(jnp.abs(weights["ffn_norm"]["scale"]))[None, None])
 
     monkeypatch.setattr(block, "apply", with_a_root)
-    scale = params["blocks"]["ffn_norm"]["scale"].at[jnp.array([0, 1])].set(0.0)
-    sick = params | {"blocks": params["blocks"] | {"ffn_norm": {"scale": scale}}}
-    assert diagnose(graph, ApplyConfig(), sick, None, batch)["first"] == "the gradient of blocks"
+    scale = blocks["ffn_norm"]["scale"].at[jnp.array([0, 1])].set(0.0)
+    assert first(blocks=blocks | {"ffn_norm": {"scale": scale}}) == "the gradient of blocks"
 
 
 # ---- losses that stand out of those before
@@ -268,10 +232,6 @@ class Feed(tiny.RandomFeed):
         return batch
 
 
-def bits(state: Any) -> list[bytes]:
-    return tiny.bits((state.params, state.opt_state))
-
-
 def test_a_sick_batch_leaves_nothing_behind_wherever_it_is_sick():
     nodes = tiny.graph(layers=1).to_dict()["nodes"]
     for site, (before, after) in SITES.items():
@@ -282,11 +242,11 @@ def test_a_sick_batch_leaves_nothing_behind_wherever_it_is_sick():
     program, step = tiny.compiled(tiny.job(Path("unused"), graph=graph, feed=feed, **changes))
     state, well = program.begin(), program.begin()
     for number in range(2 * len(INJECTIONS)):
-        before, sick = bits(state), bool(number % 2)
+        before, sick = tiny.bits(state[1:3]), bool(number % 2)  # weights and optimizer
         state, metrics = step(state, program.put(feed.batch(number)))
-        assert bool(metrics["skipped"]) == (bits(state) == before) == sick, INJECTIONS[number // 2]
+        assert bool(metrics["skipped"]) == (tiny.bits(state[1:3]) == before) == sick, INJECTIONS[number // 2]
         if sick:
             well = well._replace(step=jax.device_put(well.step + 1, well.step.sharding))
         else:
             well, _ = step(well, program.put(feed.batch(number)))
-    assert bits(well) == bits(state)
+    assert tiny.bits(well[1:3]) == tiny.bits(state[1:3])

@@ -60,12 +60,10 @@ class Borrowed(Hardware):
 
 
 def test_a_training_of_other_parts_is_the_usual_one(tmp_path: Path):
-    feed: Feed = tiny.RandomFeed()
-    store = InMemory()
+    store, hardware, own, seen = InMemory(), Borrowed(), tmp_path / "own", set()
     strategy: Strategy = tiny.Kept(tiny.job(tmp_path))
-    hardware: Hardware = Borrowed()
+    feed: Feed = tiny.RandomFeed()
     parts = {"feed": feed, "store": store, "strategy": strategy, "hardware": hardware}
-    own, seen = tmp_path / "own", set()
 
     def look(step: int, state: TrainState) -> None:
         assert hardware.lent

@@ -28,47 +28,32 @@ from run_affinage import refused
 
 STEPS = 6
 LORA = {"lora": {"r": 4, "target_modules": ["query", "down"]}}
-
-
-def of_kind(kind: str, folder: Path, hook: Any = None) -> TrainJob:
-    """A training of each kind, which saves after every second step."""
-    how: dict[str, Any] = {"checkpoint": {"every_steps": 2}}
-    graph = tiny.graph(dropout=0.1, layers=1)
-    match kind:
-        case "bfloat16":
-            how |= {"precision": {"params": "bfloat16"}, "optimizer": {"state_dtype": "bfloat16"}}
-        case "layer by layer":
-            how["optimizer_in_backward"] = True
-        case "sft with adapters":
-            how |= {"settings": tiny.tuning(SftSettings, STEPS, own=LORA)}
-        case "average":
-            how["ema"] = {"decay": 0.75}
-    return tiny.job(folder, STEPS, hook, graph=graph, **how)
-
-
 FULL = ("bfloat16", "layer by layer")
+KINDS: dict[str, dict[str, Any]] = {
+    "sft with adapters": {"settings": tiny.tuning(SftSettings, STEPS, own=LORA)},
+    "average": {"ema": {"decay": 0.75}},
+    "bfloat16": {"precision": {"params": "bfloat16"}, "optimizer": {"state_dtype": "bfloat16"}},
+    "layer by layer": {"optimizer_in_backward": True},
+}
 
 
-@pytest.mark.parametrize(
-    "kind", ["sft with adapters", "average", *(pytest.param(kind, marks=pytest.mark.full) for kind in FULL)]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full if kind in FULL else ()) for kind in KINDS])
 def test_stopped_and_started_again_it_ends_with_the_same_bits(tmp_path: Path, kind: str):
-    train(of_kind(kind, tmp_path / "whole"))
-    cut = tmp_path / "cut"
+    how = {"checkpoint": {"every_steps": 2}, "graph": tiny.graph(dropout=0.1, layers=1)} | KINDS[kind]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(tiny.job(whole, STEPS, **how))
     with pytest.raises(RuntimeError):
-        train(of_kind(kind, cut, tiny.fails_at(3)))
+        train(tiny.job(cut, STEPS, tiny.fails_at(3), **how))
     with pytest.raises(Preempted):
-        train(of_kind(kind, cut, tiny.stops_at(5)))
-    summary = train(of_kind(kind, cut))
-    assert summary["resumed_at"] == [2, 5]
-    assert tiny.curve(cut) == tiny.curve(tmp_path / "whole")
-    assert tiny.saved_bits(cut, STEPS) == tiny.saved_bits(tmp_path / "whole", STEPS)
+        train(tiny.job(cut, STEPS, tiny.stops_at(5), **how))
+    assert train(tiny.job(cut, STEPS, **how))["resumed_at"] == [2, 5]
+    assert tiny.curve(cut) == tiny.curve(whole) and tiny.saved_bits(cut, STEPS) == tiny.saved_bits(whole, STEPS)
 
 
 def test_a_finished_run_started_again_trains_no_step_and_one_that_is_changed_is_refused_until_accepted(tmp_path: Path):
-    steps: list[int] = []
-    first = train(tiny.job(tmp_path, data={"rows": "one"}, code={"plugin a.py": "1"}))
-    again = train(tiny.job(tmp_path, 10, lambda s, _: steps.append(s), data={"rows": "one"}, code={"plugin a.py": "1"}))
+    steps, facts = [], {"data": {"rows": "one"}, "code": {"plugin a.py": "1"}}
+    first = train(tiny.job(tmp_path, **facts))
+    again = train(tiny.job(tmp_path, 10, lambda step, _: steps.append(step), **facts))
     assert not steps and again["final_loss"] == first["final_loss"]
 
     changed: dict[str, Any] = {"data": {"rows": "other"}, "code": {"plugin a.py": "2"}}
@@ -99,13 +84,11 @@ def test_each_thing_that_decides_over_numbers_is_refused_and_can_be_accepted(nam
     before = tiny.job(Path("unused"), data={"rows": "one"})
     meta, now = {IDENTITY: facts(before)}, facts(dataclasses.replace(before, **changes))
     assert check_compatible(meta, meta[IDENTITY], (), where="here") == {}
-    mistake = refused(check_compatible, meta, now, (), where="here")
-    assert f"\n    {name}: " in str(mistake)
-    hinted = yaml.safe_load(str(mistake).rpartition("allow_changes=")[2].removesuffix("."))
-    assert name in hinted
+    mistake = str(refused(check_compatible, meta, now, (), where="here"))
+    hinted = yaml.safe_load(mistake.rpartition("allow_changes=")[2].removesuffix("."))
+    assert f"\n    {name}: " in mistake and name in hinted
     check_compatible(meta, now, hinted, where="here")
-    accepted = check_compatible(meta, now, [name.partition(".")[0]], where="here")
-    assert name in accepted
+    assert name in check_compatible(meta, now, [name.partition(".")[0]], where="here")
 
 
 @pytest.mark.full
@@ -126,54 +109,44 @@ def test_the_summary_says_what_the_run_was(tmp_path: Path):
     line = [line for line in tiny.lines(tmp_path) if "loss" in line][-1]
     assert {"loss_tokens", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_time"} <= line.keys()
     assert line["step_time"] > 0 and 0 < line["goodput"] < 1 and line["tokens"] == summary["tokens"]
-    held_out, scores = tiny.HeldOut(), summary["validation"]["x"]
-    targets = sum(_targets(batch) for batch in held_out)
-    assert scores["bits_per_byte"] == pytest.approx(scores["loss"] * targets / np.log(2) / held_out.bytes, rel=1e-6)
-
-
-def _targets(batch: dict[str, np.ndarray]) -> float:
-    same = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
-    return float((batch["loss_mask"][:, 1:] * same).sum())
+    scores, targets = summary["validation"]["x"], 0.0
+    for batch in tiny.HeldOut():
+        same = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
+        targets += (batch["loss_mask"][:, 1:] * same).sum()
+    assert scores["bits_per_byte"] == pytest.approx(scores["loss"] * targets / np.log(2) / tiny.HeldOut.bytes, rel=1e-6)
 
 
 # ---- on other devices: the state bit for bit, the same batches, the same curve
 
 
 SAVED, END = 4, 8
-SETTINGS = {"checkpoint": {"every_steps": SAVED, "keep_last": 99}, "eval_every": END}
 
 
-def job(folder: Path, mesh: dict[str, int]):
-    return tiny.job(folder, END, graph=tiny.graph(dropout=0.1, layers=1), mesh=mesh, **SETTINGS)
+def job(folder: Path, mesh: dict[str, int]) -> TrainJob:
+    rhythm = {"checkpoint": {"every_steps": SAVED, "keep_last": 99}, "eval_every": END}
+    return tiny.job(folder, END, graph=tiny.graph(dropout=0.1, layers=1), mesh=mesh, **rhythm)
 
 
 def losses(folder: Path) -> np.ndarray:
     return np.array([line["loss"] for line in tiny.lines(folder) if line["step"] > SAVED])
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("four")
-    train(job(folder, {"data": 2, "fsdp": 2}))
-    return folder
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"data": 1}, {"fsdp": 2, "tensor": 4}])
-def test_a_run_goes_on_where_there_are_other_devices(undisturbed: Path, tmp_path: Path, mesh: dict[str, int]):
-    shutil.copytree(undisturbed / "checkpoints" / str(SAVED), tmp_path / "checkpoints" / str(SAVED))
-    here = job(tmp_path, mesh)
-    program, _ = tiny.compiled(here)
-
-    store = CheckpointStore(tmp_path / "checkpoints")
-    state = TrainState(**store.restore(SAVED, program.abstract.named()))
-    assert all(leaf.sharding == like.sharding for leaf, like in zip(*map(jax.tree.leaves, (state, program.abstract))))
-    assert tiny.bits(state.named()) == tiny.saved_bits(undisturbed, SAVED, *state.named())
-    for name, array in program.put(here.feed.batch(SAVED)).items():
-        assert np.asarray(array).tobytes() == here.feed.batch(SAVED)[name].tobytes()
-
-    assert train(here)["resumed_at"] == [SAVED]
-    np.testing.assert_allclose(losses(tmp_path), losses(undisturbed), rtol=1e-5)
+def test_a_run_goes_on_where_there_are_other_devices(tmp_path: Path):
+    undisturbed = tmp_path / "four"
+    train(job(undisturbed, {"data": 2, "fsdp": 2}))
+    for mesh in ({"fsdp": 2}, {"data": 1}, {"fsdp": 2, "tensor": 4}):
+        folder = tmp_path / "-".join(mesh)
+        shutil.copytree(undisturbed / "checkpoints" / str(SAVED), folder / "checkpoints" / str(SAVED))
+        here = job(folder, mesh)
+        program, _ = tiny.compiled(here)
+        state = TrainState(**CheckpointStore(folder / "checkpoints").restore(SAVED, program.abstract.named()))
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda x: x.sharding, program.abstract)
+        assert tiny.bits(state.named()) == tiny.saved_bits(undisturbed, SAVED, *state.named())
+        batch = here.feed.batch(SAVED)
+        assert all(np.asarray(array).tobytes() == batch[name].tobytes() for name, array in program.put(batch).items())
+        assert train(here)["resumed_at"] == [SAVED]
+        np.testing.assert_allclose(losses(folder), losses(undisturbed), rtol=1e-5)
 
 
 # ---- stopped in a monitor's look
@@ -206,22 +179,16 @@ class EndsAt:
         return None, "it was enough" if step == LAST else ""
 
 
-def trained(folder, monitor: EndsAt, hook=None) -> dict:
+def trained(folder: Path, monitor: EndsAt, hook: Any = None) -> dict:
     rhythm = {"eval_every": 100, "checkpoint": {"every_steps": 100, "keep_last": 9}}
     return train(tiny.job(folder, 10, hook, monitor=monitor, validation={"held-out": tiny.HeldOut()}, **rhythm))
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory):
-    """A training that its monitor ends, and nobody else."""
-    monitor, folder = EndsAt(), tmp_path_factory.mktemp("whole")
-    summary = trained(folder, monitor)
-    assert (summary["steps"], summary["ended"]) == (LAST, "monitor") and len(monitor.batches) == 3 * BATCHES
-    return folder
-
-
 @pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.full), LAST])
-def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: int, whole, tmp_path):
+def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: int, tmp_path: Path):
+    whole, tmp_path, monitor = tmp_path / "whole", tmp_path / "stopped", EndsAt()
+    ended = trained(whole, monitor)
+    assert (ended["steps"], ended["ended"]) == (LAST, "monitor") and len(monitor.batches) == 3 * BATCHES
     monitor = EndsAt(interrupted_at=at)
     with pytest.raises(Preempted):
         trained(tmp_path, monitor)

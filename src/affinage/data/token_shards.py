@@ -6,7 +6,7 @@
              row_bytes-00012-of-00359.npy      int64 [rows], of held-out text: UTF-8 bytes that a row predicts
              shards.json                       counts, and size and SHA-256 of every file; written last
 
-Rows are numbered through all shards of a folder. With a URL, the tokens are there, and the rest is here.
+Rows are numbered through all shards of a folder. With a URL, the tokens are there alone, and copies of the rest.
 """
 
 import contextlib
@@ -213,15 +213,16 @@ def write_shard(
     spans |= {name: getattr(layout, name) for name in _COLUMNS}
     table = io.BytesIO()
     pq.write_table(pa.table(spans, SCHEMA), table, compression="zstd", row_group_size=65_536)
-    _put(here, shard_file("documents", shard, shards), table.getvalue())
+    for place in dict.fromkeys((here, url or here)):
+        _put(place, shard_file("documents", shard, shards), table.getvalue())
     return counts
 
 
 def _put_array(place: str, name: str, array: np.ndarray) -> dict[str, Any]:
     """Write an array as .npy into a folder or at a URL; return {rows, bytes, sha256}."""
-    header = io.BytesIO()
+    array, header = np.ascontiguousarray(array), io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    parts = (header.getvalue(), array.data.cast("B"))  # large arrays are not copied
+    parts = (header.getvalue(), array.reshape(-1).view(np.uint8).data)  # large arrays are not copied
     _put(place, name, *parts)
     digest = hashlib.sha256(parts[0])
     digest.update(parts[1])
@@ -244,12 +245,15 @@ def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
 def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks = MARKS, **facts: Any) -> dict[str, Any]:
     """Write shards.json of a folder, last: a folder that has it is complete. Return its content.
 
-    It holds the sums of what `write_shard` counted, all files, and `facts`, among them the `url` of the tokens.
+    It holds the sums of what `write_shard` counted, all files, and `facts`. With a `url` in these a copy of it goes
+    there.
     """
     sums = {key: sum(shard[key] for shard in shards) for key, count in shards[0].items() if isinstance(count, int)}
     files = {name: about for shard in shards for name, about in shard["files"].items()}
     facts = sums | facts | ({} if marks == MARKS else {"marks": marks._asdict()}) | {"files": files}
     write_json(folder / FACTS, facts)
+    if url := facts.get("url", ""):
+        executor.with_retries(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)
     return facts
 
 
