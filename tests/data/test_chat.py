@@ -83,22 +83,14 @@ def test_answers_end_with_their_turn_and_documents_with_a_token_that_no_conversa
     assert all(ours(form).conversation_marks.end != ours(form).controls["</s>"] for form in PIECES)
 
 
-@pytest.mark.parametrize("act", [
-    lambda: ChatTemplate("{% for message in messages %}", ours("qwen3")),
-    lambda: encode_conversation([PLAIN[0], PLAIN[0]], ours("mistral"), ""),  # turns must alternate
-    lambda: encode_prompt(PLAIN[:1], ours("mistral"), "Be kind."),  # no system message
-])  # fmt: skip
-def test_what_a_template_refuses_is_told_of_it(act):
-    assert refused(act).where == "chat_template"
-
-
 @pytest.mark.parametrize("source", [
+    "{% for message in messages %}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ lipsum.__globals__['os'].popen('touch HERE').read() }}",
     "{{ messages.append({'role': 'user', 'content': 'more'}) }}",
 ])  # fmt: skip
-def test_a_hostile_template_gets_nowhere(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_hostile_or_broken_template_gets_nowhere(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     messages = [dict(PLAIN[0])]
-    refused(lambda: ChatTemplate(source, ours("qwen3")).render(messages))
+    assert refused(lambda: ChatTemplate(source, ours("qwen3")).render(messages)).where == "chat_template"
     assert messages == PLAIN[:1] and not list(tmp_path.iterdir())

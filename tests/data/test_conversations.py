@@ -19,13 +19,14 @@ from source_forms import write_lines
 QUESTION, ANSWER, WORSE = ({"role": role, "content": text} for role, text in
                            (("user", "q"), ("assistant", "a"), ("assistant", "b")))  # fmt: skip
 TALK = [QUESTION, ANSWER]
+SAID = [{"from": who, "value": text} for who, text in (("human", "q"), ("gpt", "a"), ("gpt", "b"))]
 SYSTEM = {"role": "system", "content": "x"}
 
 
 def read(place: Path | str, key: str = "path") -> Iterator[list[dict]]:
     """The messages of every conversation in files or a data set."""
     settings = SftSettings.model_validate({"steps": 1, "sources": [{key: str(place)}]})
-    source, parts = open_source(settings, 0)
+    source, parts = open_source(settings.sources[0], settings)
     for part in parts:
         for line in read_examples(part, source):
             if isinstance(line, UserError):
@@ -38,7 +39,7 @@ READ = [
         {"messages": TALK},
         {"messages": [{**message, "tool_calls": None, "thinking": None} for message in TALK]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]},
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"conversations": SAID[:2]},
         {"prompt": "q", "completion": "a"},
         {"prompt": [QUESTION], "completion": [ANSWER]},
         {"instruction": "q", "output": "a"},
@@ -126,11 +127,7 @@ PAIRS = [
     {"prompt": " q\n", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WORSE]},  # with white space around it
     {"instruction": "q", "input": "", "output": "x", "chosen": "a", "rejected": "b"},
     {"messages": [QUESTION], "chosen": ANSWER, "rejected": WORSE},
-    {
-        "conversations": [{"from": "human", "value": "q"}],
-        "chosen": {"from": "gpt", "value": "a"},
-        "rejected": {"from": "gpt", "value": "b"},
-    },
+    {"conversations": SAID[:1], "chosen": SAID[1], "rejected": SAID[2]},
 ]
 
 
@@ -144,10 +141,6 @@ def test_pairs_of_published_forms_are_read(item: dict):
     assert (pair.talks, pair.prompt) == ([[system, asked, ANSWER], [system, asked, WORSE]], 2)
 
 
-@pytest.mark.parametrize(
-    "rest",
-    [{"prompt": "q", "chosen": "a"}, {"prompt": "q", "chosen": "a", "rejected": None}, {"rejected": "b"}],
-    ids=str,
-)
+@pytest.mark.parametrize("rest", [{"prompt": "q"}, {"prompt": "q", "rejected": None}, {"rejected": "b"}], ids=str)
 def test_a_line_that_is_no_pair_is_refused(rest: dict):
     refused(parse_pair, {"chosen": "a"} | rest, "")

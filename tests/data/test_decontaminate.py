@@ -15,25 +15,14 @@ from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
 
 from affinage.config.data import DecontaminateSettings
-from affinage.data.decontaminate import (
-    KEY,
-    TEXT,
-    BenchmarkItem,
-    ItemIndex,
-    contaminated,
-    contamination,
-    decontaminate,
-    read_items,
-    texts_of_rows,
-    write_items,
-)
+from affinage.data import decontaminate as step
+from affinage.data.decontaminate import BenchmarkItem, ItemIndex, contaminated, read_items, write_items
 from affinage.data.special_tokens import BOS, EOS, PAD
 from run_affinage import refused
 from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
 from token_rows import write_tokens
 
-SETTINGS = DecontaminateSettings()
 QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm of 1953, and by whom?"
 FRENCH = "Lequel des cinq ports de la côte nord fut reconstruit après la tempête de 1953, et par qui ?"
 
@@ -68,13 +57,13 @@ def test_the_scan_is_the_obvious_search(texts, items, ngram):
     for least in (1, 3):
         index = ItemIndex(items, ngram, min_words=least, boilerplate=10**6)
         hits = index.scan(pa.array(texts, pa.string()))
-        found = {(t, items[i].id) for t, k in hits[:, [TEXT, KEY]].tolist() for i in index.of(k)}
+        found = {(t, items[i].id) for t, k in hits[:, :2].tolist() for i in index.of(k)}
         assert found == {(k, item.id) for item in items for some in holders(texts, item, ngram, least) for k in some}
 
 
 def run(tmp_path, texts, items, **settings):
     write_documents(tmp_path / "in", [{"text": text, "url": f"http://x/{k}"} for k, text in enumerate(texts)])
-    summary = decontaminate(tmp_path / "in", tmp_path / "out", DecontaminateSettings(**settings), items)
+    summary = step.decontaminate(tmp_path / "in", tmp_path / "out", DecontaminateSettings(**settings), items)
     return summary, rows_of(tmp_path / "out")
 
 
@@ -136,7 +125,7 @@ def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
     items = [BenchmarkItem("quiz", str(n), one) for n, one in enumerate([*told, ("a run of words in many texts",)])]
     texts += ["Here is A Run of words: in many texts."] * 3  # more than `boilerplate`: it tells nothing
     index = ItemIndex(items, 6, min_words=4, boilerplate=2)
-    found = contamination(index, [pa.array(texts[:7]), pa.array(texts[7:20]), pa.array(texts[20:])])
+    found = step.contamination(index, [pa.array(texts[:7]), pa.array(texts[7:20]), pa.array(texts[20:])])
     numbers = {item.id: [len(having) for having in holders(texts, item, 6, 4)] for item in items}
     assert found.found == {("quiz", id) for id, many in numbers.items() if {1, 2} & set(many)} and len(found.found) >= 6
     assert found.common == {("quiz", id) for id, many in numbers.items() if max(many) > 2} - found.found
@@ -150,7 +139,7 @@ def test_texts_of_rows_are_those_of_their_conversations(tmp_path: Path):
         ids = [token for text in members for token in (BOS, *tokenizer().encode(text), EOS)]
         row[: len(ids)] = ids
     write_tokens(tmp_path / "train" / "chats", tokens)
-    assert [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()] == texts
+    assert [text for some in step.texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()] == texts
 
 
 HARBOUR = "The committee decided on Thursday that the old harbour would be rebuilt before the winter storms."
@@ -169,7 +158,7 @@ def test_signs_and_tags_between_words_hide_nothing(tmp_path):
     items = [BenchmarkItem("quiz", "0", (HARBOUR,))]
     summary, rows = run(tmp_path, texts, items)
     assert summary["removed"] == {"in a benchmark": 4} and [row["id"] for row in rows] == ["d4"]
-    searched = write_items(tmp_path / "items.json", items, SETTINGS)
+    searched = write_items(tmp_path / "items.json", items, DecontaminateSettings())
     assert contaminated([*texts, f"Tell me. {HARBOUR} \ud800", ""], searched) == {0, 1, 2, 3, 5}
 
 

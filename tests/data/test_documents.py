@@ -15,9 +15,8 @@ from source_forms import rows_of, write_documents
 
 
 def test_documents_come_back_in_order_with_all_fields_from_the_same_bytes(tmp_path):
-    first = {"id": "a", "source": "s", "language": "fr", "url": "u", "license": "CC0", "text": "één"}
-    second = {"id": "b", "source": "s", "language": "", "url": "", "license": "", "text": "two"}
-    first, second = (row | {"language_score": None} for row in (first, second))
+    second = {"id": "b", "source": "s", "language": "", "language_score": None, "url": "", "license": "", "text": "two"}
+    first = second | {"id": "a", "language": "fr", "url": "u", "license": "CC0", "text": "één"}
     for name in ("one", "two"):
         with DocumentWriter(tmp_path / name) as writer:
             writer.add(**first)

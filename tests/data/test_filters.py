@@ -15,7 +15,7 @@ from affinage.data.filters import filter_documents, identify_language, known_lan
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.data.tokenize import tokenize
 from run_affinage import refused
-from source_forms import collected, prose, rows_of, write_documents
+from source_forms import prose, rows_of, write_documents
 
 ENGLISH = "The committee met on Thursday to discuss how the harbour should be rebuilt before the winter storms arrive."
 FRENCH = "Le comité s'est réuni jeudi pour décider comment reconstruire le port avant les tempêtes de l'hiver."
@@ -52,8 +52,7 @@ def test_every_rule_counts_what_it_removes(tmp_path):
 def test_lengths_are_counted_after_repair_and_letters_without_space(tmp_path):
     settings = FilterSettings(language_threshold=0)
     summary, rows = run(tmp_path / "a", ["\u200b" * 60 + "a" * 99, "e\u0301" * 99 + ".\0"], settings)
-    assert [row["text"] for row in rows] == ["é" * 99 + "."]
-    assert summary["removed"] == {"too short": 1}
+    assert [row["text"] for row in rows] == ["é" * 99 + "."] and summary["removed"] == {"too short": 1}
     settings = FilterSettings(min_characters=1, language_threshold=0)
     _, rows = run(tmp_path / "b", ["abcdefg...", "abcdef....", "a b c d e f g . . .", " \n "], settings)
     assert [row["id"] for row in rows] == ["d0", "d2"]
@@ -119,24 +118,18 @@ CODE_TEXT = "def area(width, height):\n    # <|endcode|><|code|></s>\n    return
 
 
 def test_code_passes_cleaning_by_rules_of_its_own(tmp_path):
-    (tmp_path / "src").mkdir()
-    files = {
-        "good.py": CODE_TEXT,
-        "symbols.py": "+-*/ {} [] () <> == != ;; :: @@ ## && || ^^ ~~ ``\n" * 20,
-        "minified.js": "var a=1;" * 500,
-        "wide.py": ("x = call_of_something(with_an_argument, and_another_one) + " * 3 + "\n") * 5,
-        "tiny.py": "x = 1\n",
+    code = {
+        "good": CODE_TEXT,
+        "symbols": "+-*/ {} [] () <> == != ;; :: @@ ## && || ^^ ~~ ``\n" * 20,
+        "minified": "var a=1;" * 500,
+        "wide": ("x = call_of_something(with_an_argument, and_another_one) + " * 3 + "\n") * 5,
+        "tiny": "x = 1\n",
     }
-    for name, text in files.items():
-        (tmp_path / "src" / name).write_text(text)
-    (tmp_path / "text.txt").write_text(prose("en", 1) + "\n" + CODE_TEXT)
-    (tmp_path / "symbols.txt").write_text(CODE_TEXT * 2)
-    texts = [str(tmp_path / name) for name in ("text.txt", "symbols.txt")]
-    collected(tmp_path / "collected", {"path": str(tmp_path / "src"), "kind": "code"}, *texts)
-    settings = FilterSettings(datatrove={"GopherRepetitionFilter": {}})
-    summary = filter_documents(tmp_path / "collected", tmp_path / "clean", settings, ("en", "fr"))
-    left = {row["id"]: row["language"] for row in rows_of(tmp_path / "clean")}
-    assert left.pop("good.py") == "code", "Gopher's rules for repetition are not for code"
+    documents = [{"id": id, "text": text, "language": "code"} for id, text in code.items()]
+    documents += [{"id": "text", "text": f"{prose('en', 1)}\n{CODE_TEXT}"}, {"id": "other", "text": CODE_TEXT * 2}]
+    summary, rows = run(tmp_path, documents, FilterSettings(datatrove={"GopherRepetitionFilter": {}}))
+    left = {row["id"]: row["language"] for row in rows}
+    assert left.pop("good") == "code", "Gopher's rules for repetition are not for code"
     assert "code" not in left.values()
     removed = summary["removed"]
     assert [removed[f"code: {rule}"] for rule in ("a long line", "long lines", "not enough letters")] == [1, 1, 1]
@@ -159,8 +152,7 @@ def test_code_is_wrapped_in_the_rows(tmp_path, tokenizer):
     text = tokenizer.encode(CODE_TEXT)
     assert not {CODE, ENDCODE, EOS} & set(text), "raw text never becomes a control id"
     for part in ("train", "validation"):
-        assert tokens(f"{part}/*code") == [BOS, CODE, *text, ENDCODE, EOS]
-        assert tokens(f"{part}/*en") == [BOS, *text, EOS]
+        assert (tokens(f"{part}/*code"), tokens(f"{part}/*en")) == ([BOS, CODE, *text, ENDCODE, EOS], [BOS, *text, EOS])
     predicted = np.load(next((tmp_path / "rows" / "validation").glob("*code/row_bytes-*.npy")))
     assert predicted.sum() == len(CODE_TEXT.encode()), "bits per byte count the bytes of the text alone"
 

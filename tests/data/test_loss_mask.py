@@ -5,32 +5,18 @@ from functools import partial
 
 import numpy as np
 import pytest
-from template_forms import (
-    ANSWERS,
-    CLOCK,
-    NEMOTRON,
-    PIECES,
-    PLAIN,
-    REASONED,
-    REFUSED,
-    SOURCES,
-    SPECIAL,
-    TALKS,
-    THOUGHTFUL,
-    ours,
-    theirs,
-    with_template,
-)
+import template_forms as forms
+from template_forms import PIECES, PLAIN, REFUSED, SOURCES, TALKS, ours, with_template
 
-from affinage.data.chat import encode_conversation, encode_prompt, trained_runs, unstopped_answers
+from affinage.data.chat import encode_conversation, encode_prompt, trained_runs
 from run_affinage import refused
 
 # A first line by which some of them are taken.
 DATE = "{% macro strftime_now(format) %}2026-01-31{% endmacro %}\n"
 THINKING, NOT_THINKING = "{% set enable_thinking = true %}\n", "{% set enable_thinking = false %}\n"
 LED = [
-    *((name, kind, DATE) for name in sorted(CLOCK) for kind in TALKS),
-    *((name, kind, NOT_THINKING) for name in NEMOTRON for kind in ("plain", "system")),
+    *((name, kind, DATE) for name in sorted(forms.CLOCK) for kind in TALKS),
+    *((name, kind, NOT_THINKING) for name in forms.NEMOTRON for kind in ("plain", "system")),
     ("qwen3_5_nothink", "reasoning", THINKING),
 ]
 ENDLESS = {"glm4moe"}  # it writes nothing after an answer
@@ -61,7 +47,7 @@ def compare(name: str, messages: list[dict[str, str]], line: str = "") -> None:
 
     Some templates ask whether there is a clock; transformers has one.
     """
-    tokenizer, other = ours(name, line), theirs("pieces" if name in PIECES else "bytes")
+    tokenizer, other = ours(name, line), forms.theirs("pieces" if name in PIECES else "bytes")
     source = tokenizer.template.source
     write = partial(other.apply_chat_template, chat_template=source.replace("strftime_now is defined", "false"))
     assert tokenizer.template.render(messages) == write(messages, tokenize=False)
@@ -95,7 +81,7 @@ def compare(name: str, messages: list[dict[str, str]], line: str = "") -> None:
         assert before == prompt
         start = write(messages[:place], add_generation_prompt=True, tokenize=False)
         after = text.partition(content)[2]
-        assert after == "" if name in ENDLESS else re.fullmatch(f"({SPECIAL.pattern}|</s>)+", after)
+        assert after == "" if name in ENDLESS else re.fullmatch(f"({forms.SPECIAL.pattern}|</s>)+", after)
         if name in PIECES:  # decoding drops a space at the beginning
             assert whole.removeprefix(start).strip() == text.strip()
         else:
@@ -107,31 +93,35 @@ def trained_text(ids, trained, tokenizer) -> str:
     return tokenizer.decode([token for token, is_trained in zip(ids, trained, strict=True) if is_trained], True)
 
 
-def test_reasoning_within_the_content_is_trained_as_if_it_stood_beside_it():
-    tokenizer = ours("qwen3")
-    for first, last in ((0, 2), (2, 4)):
-        within, beside = (encode_conversation(talk[first:last], tokenizer, "") for talk in (THOUGHTFUL, REASONED))
-        assert within == beside
+@pytest.mark.parametrize("turns", [slice(2), slice(2, 4)])
+def test_reasoning_within_the_content_is_trained_as_if_it_stood_beside_it(turns: slice):
+    within, beside = (
+        encode_conversation(talk[turns], ours("qwen3"), "") for talk in (forms.THOUGHTFUL, forms.REASONED)
+    )
+    assert within == beside
 
 
-USER, FIRST, SECOND, THOUGHT, END = PLAIN[0], *ANSWERS, THOUGHTFUL[1]["content"], "<|im_end|>"
 SHY = ("message.content +", "(message.content if loop.last else message.content.split('</think>')[-1]) +")
 
 
 def test_an_answer_is_trained_only_where_the_text_has_it_as_it_was_said():
     tokenizer = with_template(SOURCES["qwen2_5"].replace(*SHY))
-    turns = [USER, FIRST, USER, THOUGHT, USER, SECOND]
-    talk = [{"role": "assistant", "content": turn} if isinstance(turn, str) else turn for turn in turns]
-    assert trained_text(*encode_conversation(talk, tokenizer, ""), tokenizer) == FIRST + END + SECOND + END
-    assert trained_text(*encode_conversation(talk[:4], tokenizer, ""), tokenizer) == FIRST + END + THOUGHT + END
+    talk = [*PLAIN[:2], PLAIN[0], forms.THOUGHTFUL[1], PLAIN[0], PLAIN[3]]
+    first, second, thought = (
+        message["content"] + "<|im_end|>" for message in (PLAIN[1], PLAIN[3], forms.THOUGHTFUL[1])
+    )
+    assert trained_text(*encode_conversation(talk, tokenizer, ""), tokenizer) == first + second
+    assert trained_text(*encode_conversation(talk[:4], tokenizer, ""), tokenizer) == first + thought
 
 
-@pytest.mark.parametrize("form", ["llama3", "qwen2_5_training", "qwen3_training", "phi3_training", "zephyr"])
-def test_answers_that_are_not_to_be_trained_are_not(form: str):
-    tokenizer = ours(form)
-    ids, trained = encode_conversation([PLAIN[0], {**PLAIN[1], "train": False}, *PLAIN[2:]], tokenizer, "")
-    assert ids == encode_conversation(PLAIN, tokenizer, "")[0]
-    assert SECOND in trained_text(ids, trained, tokenizer) and len(trained_runs(trained)) == 1
+PLAINLY = ("llama3", "qwen2_5_training", "qwen3_training", "phi3_training", "zephyr")
+
+
+@pytest.mark.parametrize(("form", "talk"), [*((form, PLAIN) for form in PLAINLY), ("lfm2_2_5", forms.REASONED)])
+def test_answers_that_are_not_to_be_trained_are_not(form: str, talk: list[dict[str, str]]):
+    ids, trained = encode_conversation([talk[0], {**talk[1], "train": False}, *talk[2:]], ours(form), "")
+    assert ids == encode_conversation(talk, ours(form), "")[0]
+    assert forms.ANSWERS[1] in trained_text(ids, trained, ours(form)) and len(trained_runs(trained)) == 1
 
 
 @pytest.mark.parametrize("form", ["llama3", "zephyr", "mistral", "qwen2_5", "qwen2_5_training", "gemma"])
@@ -146,8 +136,8 @@ def test_many_turns_are_trained_as_few_are_in_one_rendering(form: str, monkeypat
     monkeypatch.setattr(tokenizer.template, "render_blocks", lambda *a, **k: rendered.append(a) or render(*a, **k))
     ids, trained = encode_conversation(turns, tokenizer, "")
     assert len(rendered) == 1 and (ids, trained) == by_prefixes
-    assert len(trained_runs(trained)) == 60 and not unstopped_answers(ids, trained, tokenizer.stops)
-    assert unstopped_answers(ids, trained, ()) == 60
+    assert len(trained_runs(trained)) == 60
+    assert not any(set(tokenizer.stops).isdisjoint(ids[begin:end]) for begin, end in trained_runs(trained))
     few = [encode_conversation(turns[: 2 * n], tokenizer, "") for n in (1, 2, 7)]
     for some, mask in few:
         last = trained_runs(mask)[-1][1]

@@ -19,10 +19,6 @@ def records(path, **settings):
     return list(read_records(file, SourceSettings(path=str(path), **settings)))
 
 
-def run(tmp_path, source):
-    return collected(tmp_path / "collected", source)
-
-
 PAGE = html("Bridges", [prose("en", 1), prose("en", 2)])
 PAGES = [
     ("https://a.example/bridges", PAGE, "text/html", "200 OK"),
@@ -35,7 +31,7 @@ PAGES = [
 @pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
 def test_the_pages_of_a_web_archive(tmp_path, name):
     (tmp_path / name).write_bytes(web_archive(PAGES, gzipped=name.endswith("gz")))
-    summary, rows = run(tmp_path, {"path": str(tmp_path / name), "license": "unknown"})
+    summary, rows = collected(tmp_path / "collected", {"path": str(tmp_path / name), "license": "unknown"})
     assert [row["url"] for row in rows] == ["https://a.example/bridges", "https://a.example/fr"]
     first = rows[0]["text"]
     assert f"{prose('en', 1)}\n" in first, "paragraphs stay apart"
@@ -161,7 +157,7 @@ GROUPS = [PAGES_OF_WIKI[:2], PAGES_OF_WIKI[2:], [page(5, "Vide", "{{Ébauche}}")
 def test_a_multistream_dump(tmp_path):
     path = tmp_path / "frwiki-pages-articles-multistream1.xml-p1p306134.bz2"
     path.write_bytes(b"".join(dump_streams("fr", GROUPS)))
-    summary, rows = run(tmp_path, {"path": str(path), "name": "wikipedia"})
+    summary, rows = collected(tmp_path / "collected", {"path": str(path), "name": "wikipedia"})
     base = "https://fr.wikipedia.org/wiki"
     urls = [(row["id"], row["url"]) for row in rows]
     assert urls == [("1", f"{base}/Le_Pont"), ("4", f"{base}/%C3%89t%C3%A9_%26_hiver")]
@@ -193,7 +189,7 @@ def test_dumps_of_other_compressions_and_damaged_ones(tmp_path):
 def test_a_book_is_cut_into_parts(tmp_path, monkeypatch):
     monkeypatch.setattr("affinage.data.readers.PART_CHARACTERS", 500)
     (tmp_path / "pg12.txt").write_text(book(12, "French"))
-    _, rows = run(tmp_path, {"path": str(tmp_path / "pg12.txt"), "kind": "gutenberg"})
+    _, rows = collected(tmp_path / "collected", {"path": str(tmp_path / "pg12.txt"), "kind": "gutenberg"})
     assert [row["id"] for row in rows] == ["12#0", "12#1", "12#2"]
     assert rows[0]["text"].startswith("A TALE\n\nby Nobody\n\nContents") and rows[0]["text"].endswith(prose("fr", 600))
     assert rows[2]["text"] == f"CHAPITRE III\n\n{prose('fr', 602)}"
@@ -217,11 +213,10 @@ def test_old_books_of_any_charset_and_books_under_copyright(tmp_path):
 
 def test_code_is_what_a_source_says_is_code(tmp_path):
     (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "a.py").write_text("def f():\n    return 1\n")
-    (tmp_path / "src" / "Makefile").write_text("all:\n\tmake it\n")
-    (tmp_path / "src" / "logo.png").write_bytes(b"\x89PNG")
-    summary, rows = run(tmp_path, {"path": str(tmp_path / "src"), "kind": "code"})
+    for name, content in (("a.py", "def f():\n    return 1\n"), ("Makefile", "all:\n\tmake it\n"), ("logo.png", "PNG")):
+        (tmp_path / "src" / name).write_text(content)
+    summary, rows = collected(tmp_path / "collected", {"path": str(tmp_path / "src"), "kind": "code"})
     assert [(row["id"], row["language"]) for row in rows] == [("Makefile", "code"), ("a.py", "code")]
     assert summary["removed"] == {"unknown kind of file": 1}
     path = write_lines(tmp_path / "a.jsonl", [{"text": "Not code at all.", "language": "code"}])
-    assert run(tmp_path, str(path))[1][0]["language"] == "", "no document makes itself code"
+    assert collected(tmp_path / "collected", str(path))[1][0]["language"] == "", "no document makes itself code"

@@ -2,7 +2,6 @@
 
 import random
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinage.config.data import TokenizerSettings
+from affinage.data import fast_bpe
 from affinage.data.fast_bpe import FastBpe
 from affinage.data.special_tokens import FIXED_PIECES, NEWLINE, TAB, UNK
 from affinage.data.tokenizer import Tokenizer
@@ -133,15 +133,15 @@ def model(request: pytest.FixtureRequest) -> sentencepiece.SentencePieceProcesso
     return sentencepiece.SentencePieceProcessor(model_proto=trained)
 
 
-@pytest.fixture(scope="module")
-def encoder_of(model: sentencepiece.SentencePieceProcessor) -> Callable[..., FastBpe]:
-    pieces = {model.id_to_piece(i).replace("\u2581", " "): i for i in range(8, model.get_piece_size())}
-    return lambda **settings: FastBpe(pieces, np.uint16, **settings)
+def encoder_of(model: sentencepiece.SentencePieceProcessor) -> FastBpe:
+    return FastBpe(
+        {model.id_to_piece(i).replace("\u2581", " "): i for i in range(8, model.get_piece_size())}, np.uint16
+    )
 
 
 @pytest.fixture(scope="module")
-def encoder(encoder_of: Callable[..., FastBpe]) -> FastBpe:
-    return encoder_of()
+def encoder(model: sentencepiece.SentencePieceProcessor) -> FastBpe:
+    return encoder_of(model)
 
 
 def parts(flat: np.ndarray, ends: np.ndarray) -> list[list[int]]:
@@ -161,16 +161,11 @@ def test_tricky_long_and_repetitive_texts_have_the_ids_of_sentencepiece(model, e
     assert parts(*encoder.encode(batch)) == [model.encode(text) for text in batch]
 
 
-def test_the_memory_begins_again_when_it_is_full(model, encoder_of):
-    rng = random.Random(2)
+def test_threads_may_share_an_encoder_whose_memory_begins_again_when_it_is_full(model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fast_bpe, "CACHED_WORDS", 16)
+    rng, encoder = random.Random(2), encoder_of(model)
     words = ["".join(rng.choices("thofae'é", k=rng.randint(1, 9))) for _ in range(400)]
-    batch = [" ".join(rng.choices(words, k=200)) for _ in range(20)]
-    assert parts(*encoder_of(cached_words=16).encode(batch)) == [model.encode(text) for text in batch]
-
-
-def test_threads_may_share_an_encoder(model, encoder_of):
-    rng, encoder = random.Random(3), encoder_of(cached_words=64)
-    batches = [["".join(rng.choices("thofae'é ", k=20_000))] for _ in range(32)]
+    batches = [[" ".join(rng.choices(words, k=2_000)) for _ in range(2)] for _ in range(32)]
     with ThreadPoolExecutor(8) as pool:
         encoded = list(pool.map(encoder.encode, batches))
     assert [parts(*each) for each in encoded] == [[model.encode(text) for text in batch] for batch in batches]

@@ -212,7 +212,7 @@ PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 
 
 @pytest.mark.parametrize("form", ["chatml", "qwen3"])
-def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenizer, tmp_path: Path, form: str):
+def test_long_pairs_are_cut_on_both_sides_or_left_out_as_identical_ones_are(bpe: Tokenizer, tmp_path: Path, form: str):
     tokenizer = bpe if form == "chatml" else ours(form)
     long = {"prompt": "q", "chosen": "capital " * 100, "rejected": "No. " + "capital " * 100}
     cut = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150)
@@ -221,10 +221,5 @@ def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenize
     shown = [(source, text.plain) for source, text in show_examples(tmp_path / "rows", tokenizer, 2)]
     assert [(source, text.count("⟧")) for source, text in shown] == [("source-0", 2)] * 2
     assert any("<|im_start|>user\nq<|im_end|>" in text and "a<|im_end|>⟧" in text for _, text in shown)
-    dropped = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150, truncation="drop")
-    assert dropped["dropped"] == 1 and dropped["train"]["conversations"] == 1
-
-
-def test_identical_pairs_are_left_out_and_counted(bpe: Tokenizer, tmp_path: Path):
-    summary = prepare(tmp_path, bpe, [{**PAIR, "rejected": "a"}, PAIR], pairs=True)
-    assert summary["identical"] == summary["dropped"] == summary["train"]["conversations"] == 1
+    dropped = prepare(tmp_path, tokenizer, [long, {**PAIR, "rejected": "a"}, PAIR], pairs=True, truncation="drop")
+    assert (dropped["dropped"], dropped["identical"], dropped["train"]["conversations"]) == (2, 1, 1)

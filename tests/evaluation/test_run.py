@@ -151,14 +151,6 @@ def test_a_stop_in_the_middle_keeps_what_was_answered(tmp_path):
         assert texts(again) == texts(JaxLM(tiny_llama())) and lm.requests <= 2  # four were answered, in batches of two
 
 
-def test_texts_that_were_scored_are_not_encoded_again_to_count_the_long_ones(monkeypatch):
-    lm, texts, long = JaxLM(tiny_llama()), ("two plus", " seven"), ("two plus" * 60, " seven")
-    lm.loglikelihood([Instance("loglikelihood", {}, each, 0) for each in (texts, long)])
-    assert lm.exceeds(long)
-    monkeypatch.setattr(lm, "tok_encode", None)
-    assert not lm.exceeds(texts)
-
-
 # ---- a folder of results is of one model
 
 

@@ -38,7 +38,7 @@ PROMPT = [tiny_llama().tokenizer.bos, *tiny_llama().tokenizer.encode("The capita
 CHAT_PROMPT = encode_prompt(MESSAGES, tiny_llama().tokenizer, "")
 
 
-def test_a_chat_is_answered_as_the_generator_answers_it(client: openai.OpenAI):
+def test_a_chat_is_answered_as_the_generator_answers_it_whole_and_in_pieces(client: openai.OpenAI):
     said = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, n=2, **SAMPLED)
     wanted = expected(CHAT_PROMPT, 9, rows=2, **SAMPLED)
     assert [choice.message.content for choice in said.choices] == [one.text for one in wanted]
@@ -53,19 +53,14 @@ def test_a_chat_is_answered_as_the_generator_answers_it(client: openai.OpenAI):
     assert usage.items() <= said.usage.model_dump().items()
     unseeded = [client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9) for _ in range(3)]
     assert len({one.choices[0].message.content for one in unseeded}) > 1, "temperature 1 unless a client says otherwise"
-
-
-def test_a_streamed_chat_comes_in_pieces_and_is_the_same(client: openai.OpenAI):
     settings = {"max_tokens": 40, "temperature": 0, "stream_options": {"include_usage": True}}
     whole = expected(CHAT_PROMPT, 40)[0]
-    stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, **settings)
-    events = list(stream)
-    assert events[0].choices[0].delta.role == "assistant"
+    events = list(client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, **settings))
+    assert events[0].choices[0].delta.role == "assistant" and len({event.id for event in events}) == 1
     pieces = [event.choices[0].delta.content for event in events if event.choices and event.choices[0].delta.content]
     assert "".join(pieces) == whole.text and len(pieces) > 3
     assert [event.choices[0].finish_reason for event in events if event.choices][-1] == "length"
     assert events[-1].usage is not None and events[-1].usage.completion_tokens == len(whole.tokens)
-    assert len({event.id for event in events}) == 1
 
 
 def test_texts_are_continued_from_strings_and_from_tokens_up_to_stop_strings(client: openai.OpenAI):
@@ -91,10 +86,9 @@ def test_log_probabilities_of_answers_and_of_prompts(client: openai.OpenAI):
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
     assert found.token_logprobs[1:] == pytest.approx([own[1] for own, *_ in wanted[1:]], abs=1e-4)
     assert len(found.tokens) == len(found.top_logprobs) == len(found.text_offset) == len(PROMPT) + 5
-    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3, "temperature": 0}
-    said = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3, "temperature": 0, "top_logprobs": 2}
+    entries = client.chat.completions.create(**asked, logprobs=True).choices[0].logprobs.content
     wanted = token_logprobs(tiny_llama(), [*CHAT_PROMPT, *expected(CHAT_PROMPT, 3)[0].tokens], 2)[-3:]
-    entries = said.choices[0].logprobs.content
     assert [one.logprob for one in entries] == pytest.approx([own[1] for own, *_ in wanted], abs=1e-4)
     assert [len(one.top_logprobs) for one in entries] == [2, 2, 2]
     stream = client.completions.create(**settings | {"max_tokens": 3, "logprobs": 1}, stream=True)

@@ -5,6 +5,7 @@ differences: the text of a message never becomes a control token, and there is n
 shards must be the same tomorrow.
 """
 
+import itertools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # role, content; of some answers REASONING, and `train: False` of those not trained
+Talk = Sequence[Message]
 Encoded = tuple[list[int], list[bool]]  # ids, and which of them are trained
 Span = tuple[int, int]  # of characters
 Written = tuple[str, list[Span]]  # a text, and the parts of it that are trained
@@ -57,15 +59,20 @@ class ChatTemplate:
         self.source, self.tokenizer = source, tokenizer
         self.marks_answers = _GENERATION.search(source) is not None
         self._rendered_source = _NO_CLOCK + source if "strftime_now" in source else source
-        self._probe = self._try(_PROBE)
+        self._probe, prompt = "", ""
+        try:
+            self._probe, prompt = self.render(_PROBE), self.render(_PROBE[:1], add_generation_prompt=True)
+        except UserError as error:
+            if not error.fix:  # this is not Jinja; other templates refuse what has no system message
+                raise
         # The text by which the model is asked for an answer may end in a space, which may join the answer.
-        self.prompt_ends_in_space = self._try(_PROBE[:1], add_generation_prompt=True).endswith(" ")
+        self.prompt_ends_in_space = prompt.endswith(" ")
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Talk, *, add_generation_prompt: bool = False) -> str:
         """Return the conversation as text. Raises UserError for one that the template refuses."""
         return self.render_blocks(messages, add_generation_prompt=add_generation_prompt)[0]
 
-    def render_blocks(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> Written:
+    def render_blocks(self, messages: Talk, *, add_generation_prompt: bool = False) -> Written:
         """Return the text, and the parts of it in {% generation %} blocks. Raises UserError as `render` does."""
         import jinja2
         from transformers.utils import chat_template_utils  # takes a second to import
@@ -87,21 +94,11 @@ class ChatTemplate:
             what = f"the chat template refuses a conversation of {roles}: {error}"
             raise UserError(what, where=_WHERE, fix=fix) from error
 
-    def _try(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Return `render`, or "" for a conversation that the template refuses, such as one without a system message."""
-        try:
-            return self.render(messages, add_generation_prompt=add_generation_prompt)
-        except UserError as error:
-            if not error.fix:  # this is not Jinja
-                raise
-            return ""
-
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """The control token that ends an answer; nothing where the template has none."""
         _, written, after = self._probe.rpartition(_PROBES[-1])
-        controls = set(self.tokenizer.controls.values())
-        return tuple(id_ for id_ in self.tokenizer.encode_rendered(after)[0] if written and id_ in controls)[:1]
+        return tuple(id_ for id_, *_ in self.tokenizer.control_spans(after) if written)[:1]
 
     @cached_property
     def marks(self) -> Marks:
@@ -120,42 +117,33 @@ class ChatTemplate:
 
     # ---- answers ----
 
-    def write(self, messages: Sequence[Message]) -> Written:
+    def write(self, messages: Talk) -> Written:
         """Return the conversation as text, and the parts of it that are the answers to train.
 
-        Those are its {% generation %} blocks if the template has such. Otherwise an answer is what is added to the text
-        by which the model is asked for it, with the token that ends the turn; one that the template writes differently
-        once another turn follows, as most do with reasoning, is not trained.
+        Those are its {% generation %} blocks, or else what is added to the text by which the model is asked, with the
+        token that ends the turn; what is written differently once another turn follows is not trained.
         """
         text, blocks = self.render_blocks(messages)
         trained = [number for number, message in enumerate(messages) if is_trained(message)]
-        if self.marks_answers:
-            return text, self._answers_in_blocks(messages, trained, text, blocks)
-        spans = self._answers_of_like_turns(messages, trained, text)
-        return text, self._answers_by_prefixes(messages, trained, text) if spans is None else spans
-
-    def _answers_in_blocks(
-        self, messages: Sequence[Message], trained: Sequence[int], text: str, blocks: Sequence[Span]
-    ) -> list[Span]:
-        spans: list[Span] = []
+        if not self.marks_answers:
+            spans = self._answers_of_like_turns(messages, trained, text)
+            return text, self._answers_by_prefixes(messages, trained, text) if spans is None else spans
+        said = "".join(text[begin:end] for begin, end in blocks)
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        edges = [begin for begin, _ in blocks]
-        if len(blocks) != len(answers):  # several for an answer, or one for the end of the text
-            before = (self.render(messages[:number]) if number else "" for number in answers)
-            edges = [len(os.path.commonprefix([prefix, text])) for prefix in before]  # noqa: RUF071 (characters)
-        for number, begin, end in zip(answers, edges, [*edges[1:], len(text) + 1], strict=True):
+        for number, following in itertools.pairwise([*answers, len(messages)]):
             if number in trained:
-                own = [block for block in blocks if begin <= block[0] < end]
-                _check_written(messages, number, "".join(text[start:stop] for start, stop in own))
-                spans += own
-        return spans
+                _check_written(messages, number, said)
+            else:
+                before = (self.render(messages[:count]) if count else "" for count in (number, following))
+                begin, end = (len(os.path.commonprefix([part, text])) for part in before)  # noqa: RUF071 (characters)
+                blocks = [block for block in blocks if not begin <= block[0] < end]
+        return text, blocks
 
     @cached_property
     def seams(self) -> tuple[str, str, str, str, str] | None:
-        """What is written between a question and its answer, after an answer before a question, and after the last one.
+        """What is written between question and answer, between answer and question, and after the last answer.
 
-        Also what of this is trained: before and after the content of an answer. None where turns differ, or where one
-        is written differently once another follows.
+        Also what of it is trained, before and after the content of an answer. None where turns differ.
         """
         try:
             spans = self._answers_by_prefixes(_PROBE, (1, 3, 5), self._probe)
@@ -167,9 +155,7 @@ class ChatTemplate:
         around = {self._probe[slice(*span)].partition(probe)[::2] for span, probe in zip(spans, _PROBES[1::2])}
         return (parts[1], parts[2], parts[6], *around.pop()) if len(around) == 1 else None
 
-    def _answers_of_like_turns(
-        self, messages: Sequence[Message], trained: Sequence[int], text: str
-    ) -> list[Span] | None:
+    def _answers_of_like_turns(self, messages: Talk, trained: Sequence[int], text: str) -> list[Span] | None:
         """Return the answers in linear time; None unless the text ends in turns of one form."""
         first = int(messages[0]["role"] == "system")
         alternate = [message["role"] for message in messages[first:]] == ["user", "assistant"] * (len(messages) // 2)
@@ -191,7 +177,7 @@ class ChatTemplate:
             seam = between if messages[number]["role"] == "assistant" else after
         return spans
 
-    def _answers_by_prefixes(self, messages: Sequence[Message], trained: Sequence[int], text: str) -> list[Span]:
+    def _answers_by_prefixes(self, messages: Talk, trained: Sequence[int], text: str) -> list[Span]:
         """Return the answers of a conversation, which is rendered up to each of them and after it."""
         spans: list[Span] = []
         for number in trained:
@@ -215,7 +201,7 @@ class ChatTemplate:
         return end
 
 
-def _check_written(messages: Sequence[Message], number: int, answer: str) -> None:
+def _check_written(messages: Talk, number: int, answer: str) -> None:
     if not all(word in answer for word in messages[number]["content"].split()[-1:]):
         fix = "Some want messages that are lists of texts and pictures; take one for texts."
         raise UserError(f"the chat template does not write what message {number + 1} says", where=_WHERE, fix=fix)
@@ -224,7 +210,7 @@ def _check_written(messages: Sequence[Message], number: int, answer: str) -> Non
 # ---- conversations ----
 
 
-def check_messages(messages: Sequence[Message]) -> None:
+def check_messages(messages: Talk) -> None:
     """Raise UserError unless every message has a known role and text, and only the first one is a system message."""
     if not messages:
         raise UserError("a conversation without messages")
@@ -239,18 +225,17 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise UserError(f"message {number} is a system message", fix="Only the first one may be.")
 
 
-def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[Message]:
+def with_system_prompt(messages: Talk, system_prompt: str) -> list[Message]:
     """Return the messages, after `system_prompt` unless it is empty or they bring a system message of their own."""
     if not system_prompt or (messages and messages[0]["role"] == "system"):
         return list(messages)
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def guarded(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> list[Message]:
-    """Return the messages with a guard in whatever spells a control token, see `Tokenizer.guard`.
+def guarded(messages: Talk, tokenizer: "Tokenizer", system_prompt: str) -> list[Message]:
+    """Return the messages, as `with_system_prompt` does, with a guard in what spells a control token.
 
-    `system_prompt` comes first as `with_system_prompt` has it. Tags of an assistant such as <think> are structure, but
-    not in ChatML, which has none.
+    In a template, though not in ChatML, an assistant's tags such as <think> are structure. See `Tokenizer.guard`.
     """
     safe: list[Message] = []
     for message in with_system_prompt(messages, system_prompt):
@@ -260,14 +245,11 @@ def guarded(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: 
     return safe
 
 
-def encode_conversation(
-    messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str, *, asks: bool = False
-) -> Encoded:
+def encode_conversation(messages: Talk, tokenizer: "Tokenizer", system_prompt: str, *, asks: bool = False) -> Encoded:
     """Return the tokens of a conversation, and which of them are trained on.
 
-    It is written in the tokenizer's template, see `ChatTemplate.write`. Or in ChatML: what a text begins with (`<s>`)
-    and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`; the assistant's content and the token that ends it
-    are trained. Those with `train: False` are not. ChatML has no place for reasoning.
+    In a template, see `ChatTemplate.write`; or in ChatML, without reasoning: what a text begins with and,
+    per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`, of which an answer and its <|im_end|> are trained.
     With `asks`, the text by which the model is asked for an answer follows, and nothing is trained.
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
@@ -296,7 +278,7 @@ def is_trained(message: Message) -> bool:
     return message["role"] == "assistant" and message.get("train", True) is not False
 
 
-def encode_document(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> Encoded:
+def encode_document(messages: Talk, tokenizer: "Tokenizer", system_prompt: str) -> Encoded:
     """Return a conversation as a document that sees no other one in its row; see `encode_conversation`."""
     tokens, trained = encode_conversation(messages, tokenizer, system_prompt)
     if tokenizer.fixed_ids and tokenizer.template is None:
@@ -304,7 +286,7 @@ def encode_document(messages: Sequence[Message], tokenizer: "Tokenizer", system_
     return [*tokens, tokenizer.conversation_marks.end], [*trained, False]  # it need not begin with an id of its own
 
 
-def encode_prompt(messages: Sequence[Message], tokenizer: "Tokenizer", system_prompt: str) -> list[int]:
+def encode_prompt(messages: Talk, tokenizer: "Tokenizer", system_prompt: str) -> list[int]:
     """Return the tokens of the conversation so far, and of ChatML `<|im_start|>assistant\\n`: the answer follows."""
     return encode_conversation(messages, tokenizer, system_prompt, asks=True)[0]
 
@@ -312,13 +294,6 @@ def encode_prompt(messages: Sequence[Message], tokenizer: "Tokenizer", system_pr
 def trained_runs(trained: Sequence[bool]) -> Integer[np.ndarray, "runs 2"]:
     """Return where each run of trained tokens begins and ends."""
     return np.flatnonzero(np.diff(np.array([0, *trained, 0], np.int8))).reshape(-1, 2)
-
-
-def unstopped_answers(tokens: Sequence[int], trained: Sequence[bool], stops: Sequence[int]) -> int:
-    """Return how many runs of trained tokens hold no stop: a model learns from them to go on for ever."""
-    begins, ends = trained_runs(trained).T
-    before = np.concatenate([[0], np.cumsum(np.isin(np.asarray(tokens, np.int64), stops))])
-    return int(np.count_nonzero(before[ends] == before[begins]))
 
 
 # ---- ChatML as a template ----

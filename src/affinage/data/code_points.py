@@ -28,7 +28,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def _characters() -> Any:
+def characters() -> Any:
     """Every code point as a one-character string; surrogates, which no text holds, as U+0000."""
     points = np.arange(CODE_POINTS, dtype=np.uint32)
     points[0xD800:0xE000] = 0
@@ -41,24 +41,23 @@ def _points_of(*categories: str) -> list[int]:
 
 
 @cache
-def _count_table() -> np.ndarray:
-    """Bit 1: the code point is a letter or number (str.isalnum); bit 2: it counts for nothing, as spaces and marks."""
-    table = np.strings.isalnum(_characters()) + 2 * np.strings.isspace(_characters()).astype(np.uint8)
-    table[_points_of("M")] |= 2
-    return table
+def _counted() -> np.ndarray:
+    """Which code points are neither space nor mark, and which are letters or numbers (str.isalnum), bool [2, ...]."""
+    counted = ~np.strings.isspace(characters())
+    counted[_points_of("M")] = False
+    return np.stack([counted, np.strings.isalnum(characters())])
 
 
 @cache
 def word_table(*, folded: bool = False) -> np.ndarray:
     """Class and lower-case form (the lower 24 bits) of every code point for the kernels that split words, uint32.
 
-    Letters, numbers and marks make words; an ideograph, a kana, a mathematical or currency sign is a word by itself;
-    everything else separates. With `folded`, case is folded where that is one code point in normal form (as for ς, ſ),
-    and signs separate.
+    Letters, numbers and marks make words; an ideograph, a kana, a mathematical or currency sign is one by itself. With
+    `folded`, case is folded where that is one code point in normal form (as for ς, ſ), and signs separate.
     """
     kinds = np.zeros(CODE_POINTS, np.uint32)
-    kinds[np.strings.isspace(_characters())] = BLANK
-    kinds[np.strings.isalnum(_characters())] = WORD
+    kinds[np.strings.isspace(characters())] = BLANK
+    kinds[np.strings.isalnum(characters())] = WORD
     kinds[_points_of("M")] = WORD
     kinds[_points_of("Sm", "Sc")] = SEPARATOR if folded else SINGLE
     for low, high in ((0x3041, 0x3100), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x40000)):
@@ -69,12 +68,6 @@ def word_table(*, folded: bool = False) -> np.ndarray:
         form = next((form for form in (*forms, chr(point).lower()) if len(form) == 1), chr(point))
         lower[point] = ord(form)
     return kinds << np.uint32(24) | lower
-
-
-@cache
-def letters_table() -> np.ndarray:
-    """Which code points are letters, or numbers other than decimal digits, bool [CODE_POINTS]."""
-    return np.strings.isalnum(_characters()) & ~np.strings.isdecimal(_characters())
 
 
 @kernel
@@ -91,26 +84,12 @@ def decode(data: Array, i: np.int64) -> tuple[np.int64, int]:
     return high | np.int64(data[i + 2] & 0x3F) << 6 | np.int64(data[i + 3] & 0x3F), 4
 
 
-@kernel
-def _count(data: Array, offsets: Array, table: Array, counts: Array) -> None:
-    for text in range(offsets.size - 1):
-        i, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
-        characters, letters, skipped = 0, 0, 0
-        while i < end:
-            point, size = decode(data, i)
-            i += size
-            bits = table[point]
-            characters += 1
-            letters += bits & 1
-            skipped += bits >> 1
-        counts[0, text], counts[1, text], counts[2, text] = characters, characters - skipped, letters
-
-
 def count_characters(text: pa.Array) -> np.ndarray:
     """Of N texts the characters, those that are neither space nor mark, and letters and numbers, int64 [3, N]."""
-    counts = np.empty((3, len(text)), np.int64)
-    _count(*text_buffers(text), _count_table(), counts)
-    return counts
+    texts = text.to_pylist()
+    ends = np.cumsum([0, *map(len, texts)])
+    points = np.frombuffer("".join(["\0", *texts]).encode("utf-32-le"), np.uint32)  # so that sums begin before a text
+    return np.diff([ends, *(np.cumsum(counted[points], dtype=np.uint32)[ends] for counted in _counted())])
 
 
 def text_buffers(text: Any) -> tuple[np.ndarray, np.ndarray]:

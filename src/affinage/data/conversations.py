@@ -4,11 +4,10 @@ import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from affinage.config.data import POCKET_WORLD, SourceSettings
-from affinage.config.training import TuningSettings
+from affinage.config.training import ConversationSettings, TuningSettings
 from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
 from affinage.data.files import DamagedFile, Part
 from affinage.data.ingest import find_parts
@@ -57,7 +56,7 @@ class Example:
 def parse_conversation(item: Item, id: str) -> Example:
     """Return the conversation of a line, its text in NFC, by its keys. Raises UserError for a line that is none."""
     answer = next((item[key] for key in _ANSWERS if key in item), None)
-    messages = next((item[key] for key in _MESSAGES if isinstance(item.get(key), list)), [])
+    messages: list[Any] = next((item[key] for key in _MESSAGES if isinstance(item.get(key), list)), [])
     if not messages and answer is not None and (question := _question(item)):
         messages = [*question, *_turns(answer, "assistant")]
     if not messages:
@@ -75,15 +74,12 @@ def parse_pair(item: Item, id: str) -> Example:
     same = 0  # messages that both begin with, without what the assistant says last
     while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
         same += 1
-    prompt = [_message(each) for each in _question(item)] or chosen[:same]
-    if same and len({(each["role"], str(each["content"]).strip()) for each in (prompt[-1], chosen[same - 1])}) == 1:
-        prompt = chosen[:same]  # whole conversations, with the prompt beside them
-    if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    whole = same > 0 and chosen[0]["role"] != "assistant"  # they hold the prompt, which may stand beside them as well
+    prompt = [*([] if whole else map(_message, _question(item))), *chosen[:same]]
     if not prompt:
         raise UserError("a pair without a prompt", fix=_PAIR)
     prompt = [{**message, "train": False} for message in _with_system(prompt, item)]
-    talks = [[*prompt, *answer] for answer in (chosen, rejected)]
+    talks = [[*prompt, *answer[same:]] for answer in (chosen, rejected)]
     for talk in talks:
         check_messages(talk)
     return Example(id, talks, len(prompt))
@@ -91,8 +87,9 @@ def parse_pair(item: Item, id: str) -> Example:
 
 def _question(item: Item) -> list[Any]:
     """Return the messages before the answer: a prompt, or an instruction with the text that it is about; or nothing."""
-    if question := next((item[key] for key in _QUESTIONS if item.get(key) not in (None, [])), None):
-        return _turns(question, "user")
+    for key in _QUESTIONS:
+        if item.get(key) not in (None, []):
+            return _turns(item[key], "user")
     about = item.get("input") or item.get("context")
     parts = [str(part) for part in (item.get("instruction"), about) if part]
     return _turns("\n\n".join(parts), "user") if "instruction" in item else []
@@ -142,32 +139,28 @@ def _text(value: Any) -> Any:
 # ---- files and data sets ----
 
 
-def open_source(
-    settings: TuningSettings, index: int, world_file: Path | None = None
-) -> tuple[SourceSettings, Sequence[Part]]:
+def open_source(source: ConversationSettings, settings: TuningSettings) -> tuple[SourceSettings, Sequence[Part]]:
     """Return the settings of a source, with the place and the commit at which it is read, and its parts.
 
-    `world_file` is what the pocket world has for it. Raises UserError where there is nothing to read.
+    Raises UserError where there is nothing to read.
     """
-    source = located(settings.sources[index].as_source(), settings)
-    if source.path == POCKET_WORLD and world_file is not None:
-        source = source.model_copy(update={"path": str(world_file)})
-    source, parts = find_parts(source, source.place, of_text=False)
+    opened = located(source.as_source(), settings)
+    opened, parts = find_parts(opened, opened.place, of_text=False)
     parts = [part for part in parts if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
-        raise UserError("no conversations found", where=source.place, fix=fix)
-    return source, parts
+        raise UserError("no conversations found", where=opened.place, fix=fix)
+    return opened, parts
 
 
 def check_source(settings: TuningSettings, index: int) -> None:
     """Raise UserError unless a source exists, and has a name of its own; what is at a URL is not looked for."""
-    if settings.mixture is not None and settings.sources[index].title in [s.title for s in settings.sources[:index]]:
-        what = f"two sources are called {settings.sources[index].title}, and `mixture` weighs names"
+    source = settings.sources[index]
+    if settings.mixture is not None and source.title in [other.title for other in settings.sources[:index]]:
+        what = f"two sources are called {source.title}, and `mixture` weighs names"
         raise UserError(what, fix="Give each a `name` of its own.")
-    source = located(settings.sources[index].as_source(), settings)
-    if source.path != POCKET_WORLD and "://" not in source.place:
-        open_source(settings, index)
+    if source.path != POCKET_WORLD and "://" not in located(source, settings).place:
+        open_source(source, settings)
 
 
 def read_examples(part: Part, settings: SourceSettings, *, pairs: bool = False) -> Iterator[Example | UserError]:

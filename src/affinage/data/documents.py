@@ -47,14 +47,18 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
     """
 
     def __init__(self, folder: Path, stem: str = "documents", stats: "Stats | None" = None) -> None:
-        self.files: list[Path] = []
         self._folder, self._stem, self._stats = folder, stem, stats or Stats()
         self._rows: list[dict[str, Any]] = []
-        self._characters = self._file_bytes = 0  # of the rows, and of text in the file
-        self._file: pq.ParquetWriter | None = None
+        self._characters = self._files = 0  # of the rows; begun
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(f"{stem}-{'[0-9]' * 5}.parquet"):
             stale.unlink()
+        self._open()
+
+    def _open(self) -> None:
+        path = self._folder / f"{self._stem}-{self._files:05d}.parquet"
+        self._file = pq.ParquetWriter(path, SCHEMA, compression="zstd", compression_level=1, write_statistics=False)
+        self._files, self._file_bytes = self._files + 1, 0  # of text
 
     def add(self, *, id: str, source: str, text: str, **facts: Any) -> None:
         """Append one document; `facts` are its other columns."""
@@ -68,35 +72,22 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
         """Append a batch of documents as a row group."""
         self._flush_rows()
         if batch.num_rows:
-            self._stats.leave(batch)
-            self._opened().write_table(pa.Table.from_batches([batch], SCHEMA), row_group_size=batch.num_rows)
-            self._file_bytes += text_bytes(batch)
             if self._file_bytes >= FILE_BYTES:
-                self._close()
+                self._file.close()
+                self._open()
+            self._stats.leave(batch)
+            self._file.write_table(pa.Table.from_batches([batch], SCHEMA), row_group_size=batch.num_rows)
+            self._file_bytes += text_bytes(batch)
 
     def _flush_rows(self) -> None:
         if self._rows:
             rows, self._rows, self._characters = self._rows, [], 0
             self.write(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
 
-    def _opened(self) -> pq.ParquetWriter:
-        if self._file is None:
-            self.files.append(self._folder / f"{self._stem}-{len(self.files):05d}.parquet")
-            options = {"compression": "zstd", "compression_level": 1, "write_statistics": False}
-            self._file = pq.ParquetWriter(self.files[-1], SCHEMA, **options)
-        return self._file
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file, self._file_bytes = None, 0
-
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
             self._flush_rows()
-            if not self.files:
-                self._opened()
-        self._close()
+        self._file.close()
 
 
 def document_files(folder: Path) -> list[Path]:

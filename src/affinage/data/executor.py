@@ -73,9 +73,8 @@ class Executor:
         if workers <= 1:
             yield from map(run, todo)
             return
-        pool: Pool = ThreadPoolExecutor(workers)
-        if not threads:  # spawned, not forked: JAX's threads do not survive a fork
-            pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+        spawn = multiprocessing.get_context("spawn")  # not forked: JAX's threads do not survive a fork
+        pool: Pool = ThreadPoolExecutor(workers) if threads else ProcessPoolExecutor(workers, mp_context=spawn)
         try:
             yield from pool.map(run, todo)
         except BrokenProcessPool:

@@ -1,9 +1,8 @@
-"""Byte-pair encoding with SentencePiece's ids, compiled, in which each distinct word is worked out once.
+"""Byte-pair encoding with SentencePiece's ids, several times as fast: each distinct word is worked out once.
 
 The rule is SentencePiece's (src/bpe_model.cc): begin with characters; of all neighbors whose joined spelling is a
-piece, join the pair with the best score, the leftmost of equal ones; a character without a piece becomes its bytes.
-SentencePiece numbers its pieces by their score, so the smallest id is the best. Hugging Face's `tokenizers` is as fast
-as SentencePiece with this vocabulary; this is several times as fast (benchmarks/data.py encode).
+piece, join the pair with the best score (the smallest id), the leftmost of equal ones; a character without a piece
+becomes its bytes.
 """
 
 import heapq
@@ -16,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int64, UInt
 
-from affinage.data.code_points import CODE_POINTS, decode, kernel, letters_table, text_buffers
+from affinage.data.code_points import CODE_POINTS, characters, decode, kernel, text_buffers
 
 # Classes of characters by which texts are cut into words.
 OTHER, LETTER, SPACE, ALONE = 0, 1, 2, 3  # ALONE: newline and tab, tokens of their own that never join
 
-CACHED_WORDS = 1 << 18  # that are remembered, about 30 MB; half the slots of their hash table
+CACHED_WORDS = 1 << 18  # that are remembered, about 30 MB; half the slots of their hash table; a power of two
 _BYTES_PER_WORD = 16  # room in the cache, on average, and as many ids
 _LONGEST_CACHED = 64  # bytes; a longer word hardly comes again
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -51,20 +50,15 @@ class Words(NamedTuple):
 class FastBpe:
     """Encodes texts by a vocabulary of pieces with byte fallback. Several threads may use it; one encodes at a time."""
 
-    def __init__(
-        self, pieces: Mapping[str, int], dtype: type[np.unsignedinteger], *, cached_words: int = CACHED_WORDS
-    ) -> None:
-        """`pieces` are ids by spelling, spaces as spaces, with <0x00> to <0xFF>, but without control tokens.
-
-        `dtype` holds every id; `cached_words` words are remembered, a power of two from 16 on.
-        """
+    def __init__(self, pieces: Mapping[str, int], dtype: type[np.unsignedinteger]) -> None:
+        """`pieces` are ids, which `dtype` holds, by spelling, with <0x00> to <0xFF> but without control tokens."""
         self._vocabulary, self._dtype = _vocabulary_of(pieces), np.dtype(dtype)
         self._words = Words(
-            np.full(2 * cached_words, -1, np.int32),
-            np.zeros(cached_words + 1, np.int32),
-            np.zeros(cached_words + 1, np.int32),
-            np.empty(_BYTES_PER_WORD * cached_words, np.uint8),
-            np.empty(_BYTES_PER_WORD * cached_words, np.int32),
+            np.full(2 * CACHED_WORDS, -1, np.int32),
+            np.zeros(CACHED_WORDS + 1, np.int32),
+            np.zeros(CACHED_WORDS + 1, np.int32),
+            np.empty(_BYTES_PER_WORD * CACHED_WORDS, np.uint8),
+            np.empty(_BYTES_PER_WORD * CACHED_WORDS, np.int32),
             np.zeros(1, np.int64),
         )
         self._lock = threading.Lock()  # the kernel runs without the GIL, and writes the words
@@ -100,7 +94,8 @@ def _vocabulary_of(pieces: Mapping[str, int]) -> Vocabulary:
 def _classes(pieces: Sequence[str]) -> np.ndarray:
     """Return the class of every character by which texts are cut, the finest of which no piece lies across a cut."""
     data, offsets = text_buffers(pa.array(pieces, pa.large_string()))
-    classes = np.where(letters_table(), np.uint8(LETTER), np.uint8(OTHER))
+    letters = np.strings.isalnum(characters()) & ~np.strings.isdecimal(characters())
+    classes = np.where(letters, np.uint8(LETTER), np.uint8(OTHER))
     classes[ord(" ")] = SPACE
     classes[[ord("\n"), ord("\t")]] = ALONE
     bounds = [(start, end) for start, end in itertools.pairwise(offsets.astype(np.int64)) if end > start]
@@ -198,8 +193,8 @@ def _find(data: np.ndarray, start: np.int64, end: np.int64, words: Words) -> tup
     slot = (code ^ (code >> np.uint64(29))) & last
     while words.slots[slot] >= 0:
         word = words.slots[slot]
-        if words.spelling[word + 1] - words.spelling[word] == end - start:
-            base = words.spelling[word]
+        base = words.spelling[word]
+        if words.spelling[word + 1] - base == end - start:
             for k in range(end - start):
                 if words.arena[base + k] != data[start + k]:
                     break

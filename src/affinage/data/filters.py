@@ -26,6 +26,7 @@ _CODE_MAX_LINE, _CODE_MAX_MEAN_LINE, _CODE_MIN_ALNUM = 1000, 100, 0.25
 # Language id reads all of a text up to 4,000 characters, else 8 windows of 500 spread over all of it.
 _WINDOW_CHARACTERS, _WINDOWS = 500, 8
 _MIN_LETTERS = 0.2  # of what is no space; a table of numbers is in no language
+Filters = Callable[[str], Mapping[str, Any]]  # datatrove's by name, for a language
 
 
 def filter_documents(
@@ -76,11 +77,7 @@ def _filter_file(
 
 
 def _judge(
-    row: dict[str, Any],
-    counts: list[int],
-    settings: FilterSettings,
-    languages: Sequence[str],
-    filters: Callable[[str], Mapping[str, Any]],
+    row: dict[str, Any], counts: list[int], settings: FilterSettings, languages: Sequence[str], filters: Filters
 ) -> Verdict | None:
     """The rule that a document breaks, if any; its row receives the language that was found."""
     text, (characters, counted, alphanumeric) = row["text"], counts

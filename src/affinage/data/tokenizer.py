@@ -42,16 +42,12 @@ _ANCHOR = "a"
 
 
 class Tokenizer:
-    """Maps text to ids and back.
-
-    Of affinage's own tokenizers ids 0 to 9 are fixed, and a document is `<s> text </s>`. Of others a document is what
-    the tokenizer itself puts before a text, the text, and its end-of-text token.
-    """
+    """Maps text to ids and back; a document is `<s> text </s>`, or what another model's tokenizer puts around it."""
 
     def __init__(self, folder: Path | str, template: str | None = None) -> None:
-        """Read the tokenizer in a folder, which writes conversations in a Jinja `template`, or in ChatML.
+        """Read the tokenizer in a folder, which writes conversations in a Jinja `template`, or in ChatML if None.
 
-        Raises UserError if there is none, and for a template that is not Jinja.
+        Raises UserError if there is no tokenizer, and for a template that is not Jinja.
         """
         self.folder = Path(folder)
         if not (self.folder / FILE).is_file():
@@ -68,20 +64,22 @@ class Tokenizer:
         self.template = None if template is None else ChatTemplate(template, self)
 
     def _build(self, state: dict[str, Any]) -> None:
+        tokens = sorted(state.get("added_tokens", ()), key=lambda token: token["id"])
+        added = {token["content"]: token for token in tokens}
         controls = [
-            token
-            for token in sorted(state.get("added_tokens", ()), key=lambda token: token["id"])
-            if (token["special"] or _MARKUP.search(token["content"]))
-            and not _BYTE.fullmatch(token["content"])
-            and token["content"].strip()
+            content
+            for content, token in added.items()
+            if (token["special"] or _MARKUP.search(content)) and not _BYTE.fullmatch(content) and content.strip()
         ]
-        self.controls: dict[str, int] = {token["content"]: token["id"] for token in controls}
-        self._special = frozenset(token["id"] for token in controls if token["special"])
+        self.controls: dict[str, int] = {content: added[content]["id"] for content in controls}
+        # What decoding shows of special tokens.
+        self._shown = {added[content]["id"]: "" for content in controls if added[content]["special"]}
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
-        self.pieces = {id_: piece for piece, id_ in self._fast.get_vocab().items()}
-        self.pieces |= {id_: content for content, id_ in self.controls.items()}
+        ids = self._fast.get_vocab() | self.controls
+        self.pieces = {id_: piece for piece, id_ in ids.items()}
         self.vocabulary = 1 + max(self.pieces)
         self.fixed_ids = [self.pieces.get(id_) for id_ in range(10)] == list(FIXED_PIECES)
+        self._shown |= {UNK: REPLACEMENT} if self.fixed_ids else {}
         by_bytes = bool(state["model"].get("byte_fallback"))
         self.kind = "hub" if not self.fixed_ids else "bpe" if by_bytes else "char"
         self._byte_level = "ByteLevel" in json.dumps(state.get("decoder"))
@@ -98,8 +96,8 @@ class Tokenizer:
         if self.fixed_ids:
             return dict(NAMED)
         spelled: dict[str, str] = {}
-        for file in (self.folder / "special_tokens_map.json", self.folder / CONFIG):
-            for name, token in read_object(file).items() if file.is_file() else ():
+        for file in ("special_tokens_map.json", CONFIG):
+            for name, token in _object_in(self.folder / file).items():
                 content = token.get("content") if isinstance(token, dict) else token
                 spelled |= {name: content} if name in _NAMED and isinstance(content, str) else {}
         return spelled
@@ -151,11 +149,9 @@ class Tokenizer:
     def _configured_stops(self) -> tuple[int, ...]:
         """The eos_token_id, one or several, that the model's own files name."""
         for name in () if self.fixed_ids else (_GENERATION, "config.json"):
-            if (self.folder / name).is_file():
-                ends = read_object(self.folder / name).get("eos_token_id")
-                ends = [id_ for id_ in (ends if isinstance(ends, list) else [ends]) if type(id_) is int]
-                if ends:
-                    return tuple(id_ for id_ in ends if 0 <= id_ < self.vocabulary)
+            ends = _object_in(self.folder / name).get("eos_token_id")
+            if ends := [id_ for id_ in (ends if isinstance(ends, list) else [ends]) if type(id_) is int]:
+                return tuple(id_ for id_ in ends if 0 <= id_ < self.vocabulary)
         return ()
 
     @property
@@ -167,12 +163,10 @@ class Tokenizer:
 
     @cached_property
     def marks(self) -> Marks:
-        """The ids by which rows of documents are read.
-
-        A chat model's eos_token may end messages, not documents; then its <|endoftext|> does, or its pad_token.
-        """
+        """The ids by which rows of documents are read. Raises UserError if none ends a document."""
         if self.fixed_ids:
             return MARKS
+        # A chat model's eos_token may end messages, not documents.
         ends = (self.eos, self.id_of("<|endoftext|>"), self.pad)
         end = next((id_ for id_ in ends if id_ not in (None, self.id_of("<|im_end|>"))), None)
         if end is None:
@@ -199,9 +193,9 @@ class Tokenizer:
     # ---- text to ids ----
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of raw text: nothing is put before it, and text that spells a control token stays text.
+        """Return the ids of raw text, with nothing before it; what spells a control token stays text.
 
-        Half a surrogate pair is read as U+FFFD, and so are the noncharacters U+10FFFE and U+10FFFF.
+        Half a surrogate pair and the noncharacters U+10FFFE and U+10FFFF are read as U+FFFD.
         """
         return self._fast.encode(_plain(text), add_special_tokens=False).ids
 
@@ -230,21 +224,17 @@ class Tokenizer:
         return spans
 
     def guard(self, text: str, *, tags: bool = False) -> str:
-        """Return the text of a message with a guard in whatever spells a control token; see `encode_rendered`.
-
-        With `tags`, tags such as <think> are structure, where they are no special tokens.
-        """
+        """Return the text of a message with a guard in what spells a control token, but for `tags` such as <think>."""
         text = _plain(text)
         for id_, start, _ in reversed(self.control_spans(text)):
-            if not (tags and id_ not in self._special and _TAG.fullmatch(self.pieces[id_])):
+            if not (tags and id_ not in self._shown and _TAG.fullmatch(self.pieces[id_])):
                 text = text[: start + 1] + _GUARD + text[start + 1 :]
         return text
 
     def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[bool]]:
-        """Return the ids of what a chat template wrote, as transformers has them, and which lie in spans of characters.
+        """Return the ids of what a chat template wrote, and which lie, at least in part, in spans of characters.
 
-        What spells a control token is that token, unless `guard` has put a guard into it. A token that lies in a span
-        only in part counts.
+        What spells a control token is that token, unless `guard` has put a guard into it.
         """
         text = encodable(text).replace(_MARK, REPLACEMENT)
         edges = [0, *(edge for span in spans for edge in span), len(text)]
@@ -259,17 +249,16 @@ class Tokenizer:
         places = [*accumulate(len(part.replace(_GUARD, "").encode()) for part in parts)]
         if ids and sizes.sum() == places[-1]:
             ends = np.cumsum(sizes)
-            firsts = np.searchsorted(ends, places[:-1:2], side="right").tolist()
-            lasts = np.searchsorted(ends - sizes, places[1::2]).tolist()
+            begin_of, end_of = (ends - sizes).__getitem__, ends.__getitem__
         else:
             encoded: Any = self._fast.encode("".join(named), add_special_tokens=False)
-            ids, tokens, places = encoded.ids, range(len(encoded.ids)), [*accumulate(map(len, named))]
+            ids, places = encoded.ids, [*accumulate(map(len, named))]
             # A list of the places of all tokens would take a third as long as the encoding.
-            firsts = [bisect_right(tokens, at, key=lambda k: encoded.token_to_chars(k)[1]) for at in places[:-1:2]]
-            lasts = [bisect_left(tokens, at, key=lambda k: encoded.token_to_chars(k)[0]) for at in places[1::2]]
-        trained = [False] * len(ids)
-        for first, last in zip(firsts, lasts, strict=True):
-            trained[first:last] = [True] * (last - first)
+            begin_of, end_of = (lambda k, edge=edge: encoded.token_to_chars(k)[edge] for edge in (0, 1))
+        tokens, trained = range(len(ids)), [False] * len(ids)
+        for begin, end in zip(places[:-1:2], places[1::2], strict=True):
+            here = slice(bisect_right(tokens, begin, key=end_of), bisect_left(tokens, end, key=begin_of))
+            trained[here] = [True] * len(tokens[here])
         return ids, trained
 
     def _named(self, text: str) -> str:
@@ -301,10 +290,7 @@ class Tokenizer:
         return sizes
 
     def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> Int64[np.ndarray, " tokens"]:
-        """Return the UTF-8 bytes that each id of `encode(text)` stands for; they sum to the text's bytes.
-
-        Of tokens that share a character, the first one has all its bytes.
-        """
+        """Return the UTF-8 bytes of each id of `encode(text)`; of tokens that share a character the first has all."""
         if self.kind == "bpe":
             return self.piece_bytes[np.asarray(ids, np.int64)]
         text = _plain(text)
@@ -323,21 +309,12 @@ class Tokenizer:
         return sum(count for character, count in lost.items() if not (character.isspace() or character == SPACE))
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
-        """Return the text of ids. Special tokens are left out, or spelled if `keep_special`.
-
-        Bytes that are no text decode as U+FFFD, and ids that the vocabulary lacks as nothing.
-        """
-
-        def spelled(name: re.Match[str]) -> str:
-            token = int(name[1])
-            if token == UNK and self.fixed_ids and not keep_special:
-                return REPLACEMENT
-            return self.pieces[token] if keep_special or token not in self._special else ""
-
+        """Return the text of ids, special tokens only if `keep_special`, and U+FFFD for bytes that are no text."""
+        shown = {} if keep_special else self._shown
         # After another token: some decoders drop the space that the first token of a text begins with.
         text = self._fast.decode([*self._anchor, *map(int, ids)], skip_special_tokens=False)
         before = self._fast.decode(self._anchor, skip_special_tokens=False)
-        return _NAME.sub(spelled, text[len(before) :])
+        return _NAME.sub(lambda name: shown.get(int(name[1]), self.pieces[int(name[1])]), text[len(before) :])
 
 
 cached_tokenizer = lru_cache(maxsize=1)(Tokenizer)  # a worker reads it once for all its tasks
@@ -350,11 +327,15 @@ def template_in(folder: Path) -> str | None:
             return (folder / TEMPLATE).read_text(encoding="utf-8")
         except ValueError as error:
             raise UserError(f"this is no text: {error}", where=str(folder / TEMPLATE)) from error
-    template = read_object(folder / CONFIG).get("chat_template") if (folder / CONFIG).is_file() else None
+    template = _object_in(folder / CONFIG).get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}
 
 
 def _plain(text: str) -> str:

@@ -31,8 +31,7 @@ def train_tokenizer(
 ) -> dict[str, Any]:
     """Train a tokenizer on `split_folder`/train and write it into `folder`; return its quality, see `measure`.
 
-    The sample is balanced over `languages` and depends on `seed` and the documents only, not on the order of files.
-    Raises UserError if the text does not suffice for the vocabulary.
+    Raises UserError as `balanced_sample` and `train_bpe` do.
     """
     folder.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {}
@@ -56,23 +55,20 @@ def train_tokenizer(
 def balanced_sample(
     documents: Path, languages: Sequence[str], budget: int, seed: int
 ) -> tuple[list[str], dict[str, int]]:
-    """Return texts of `budget` bytes in total, as evenly as there is text over `languages`, and the bytes of each.
+    """Return texts of `budget` bytes, as evenly as there is text over `languages` and others, and the bytes of each.
 
-    Documents in other languages share one further part. Which ones are chosen, and their order, depends on `seed` and
-    the documents' ids alone. One pass; memory is twice `budget` for each language at most.
-    Raises UserError if there is no text.
+    Which ones, and their order, depends on `seed` and the documents' ids alone. Memory is about `budget` for each
+    language. Raises UserError if there is no text.
     """
     chosen: dict[str, list[tuple[int, bytes]]] = defaultdict(list)  # by language: keys and texts
-    held, totals = Counter[str](), Counter[str]()  # bytes
+    totals = Counter[str]()  # bytes
     for batch in read_documents(documents, ("id", "source", "language", "text")):
         keys, texts = document_keys(batch, seed, "tokenizer").tolist(), batch.column("text").cast(pa.large_binary())
         for key, language, text in zip(keys, batch.column("language").to_pylist(), texts.to_pylist(), strict=True):
             name = language if language in languages else _OTHER
             chosen[name].append((key, text))
-            held[name] += len(text)
             totals[name] += len(text)
-            if held[name] > 2 * budget:
-                chosen[name], held[name] = _first(chosen[name], budget), budget
+        chosen |= {name: _first(documents, budget) for name, documents in chosen.items()}
     if not totals:
         raise UserError("there is no text to train a tokenizer on", where=str(documents))
     sample: list[tuple[int, bytes]] = []

@@ -1,8 +1,7 @@
 """Conversations, or pairs of answers, to token shards with a mask of what is trained: what all tuning reads.
 
-The parts of a source are divided into tasks. All read their lines once for the keys of their contents, from which
-follows what is sampled, limited and held out; then each writes its own lines as one shard of rows to train on and one
-of held-out rows. So all workers encode, and a run that was killed resumes with the missing shards.
+A task is some parts of a source. All read their lines once for the keys of their contents, from which follows what is
+sampled, limited and held out; then each writes its lines as one shard of rows to train on and one of held-out rows.
 """
 
 import itertools
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from affinage.config.data import SourceSettings
+from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import ConversationSettings, DpoSettings, SftSettings
 from affinage.data import chat
 from affinage.data.chat import Encoded
@@ -80,10 +79,12 @@ def prepare_tuning_data(
     """
     tasks: list[TuningTask] = []
     template = None if tokenizer.template is None else tokenizer.template.source
-    for index, source in enumerate(settings.sources):
+    world_file = "chat.jsonl" if isinstance(settings, SftSettings) else "preferences.jsonl"
+    for source in settings.sources:
         name = unique(source.title, {task.name for task in tasks})
-        world_file = "chat.jsonl" if isinstance(settings, SftSettings) else "preferences.jsonl"
-        opened, parts = open_source(settings, index, world_folder and world_folder / world_file)
+        if source.path == POCKET_WORLD and world_folder is not None:
+            source = source.model_copy(update={"path": str((world_folder / world_file).absolute())})
+        opened, parts = open_source(source, settings)
         groups = divide(parts)
         tasks += [
             TuningTask(settings, system_prompt, source, opened, name, group, shard, len(groups), tokenizer.folder,
@@ -186,28 +187,20 @@ def write_lines(task: TuningTask, selection: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: Counter[str]) -> Encoded | None:
-    """Return the tokens of a conversation, or of the sides of a pair, one after the other, and which are trained.
+    """Return the tokens of a conversation, or of the sides of a pair, and which are trained; None if nothing is.
 
-    Of a pair that is what follows the prompt. What is longer than a row is shortened or left out as `truncation` says,
-    and left out (None) if nothing trained remains.
+    What is longer than a row is shortened or left out, as `truncation` says.
     """
     talks, pair, seq_len, rule = line.talks, len(line.talks) > 1, task.seq_len, task.settings.truncation
     encode = partial(chat.encode_document, tokenizer=tokenizer, system_prompt=task.system_prompt)
     sides = [encode(talk) for talk in talks]
-    counts["unspelled"] += sum(tokenizer.unspelled(message["content"]) for message in line.messages)
-    too_long = sum(len(ids) for ids, _ in sides) > seq_len
-    if too_long and rule == "drop":
-        counts["dropped"] += 1
-        return None
+    too_long, identical = sum(len(ids) for ids, _ in sides) > seq_len, pair and sides[0] == sides[1]
     if rule == "drop_turns":
         ends = [number for number, message in enumerate(talks[0][:-1], 1) if message["role"] == "assistant"]
         while ends and len(sides[0][0]) > seq_len:
             talks = [talks[0][: ends.pop()]]
             sides = [encode(talks[0])]
-    counts["unstopped"] += sum(chat.unstopped_answers(*side, tokenizer.stops) for side in sides)
-    answers = sum(chat.is_trained(message) for talk in talks for message in talk)
-    rewritten = max(0, answers - sum(len(chat.trained_runs(trained)) for _, trained in sides))
-    identical = pair and sides[0] == sides[1]
+    said = [tokens[begin:end] for tokens, trained in sides for begin, end in chat.trained_runs(trained)]
     thoughts = [text for message in talks[0] if (text := message.get(chat.REASONING, "").strip())]
     written = tokenizer.decode(sides[0][0]) if thoughts else ""
     length, marks = seq_len // 2 if pair and too_long else seq_len, tokenizer.conversation_marks
@@ -216,11 +209,17 @@ def encode_line(line: Example, task: TuningTask, tokenizer: Tokenizer, counts: C
             del tokens[length:], trained[length:]
             if marks.begin is None:  # what follows in the row is kept apart by the last token alone
                 tokens[-1], trained[-1] = marks.end, False
-    if not all(any(trained) for _, trained in sides) or (pair and sides[0] == sides[1]):
+    nothing = (pair and sides[0] == sides[1]) or not all(any(trained) for _, trained in sides)
+    if nothing or (too_long and rule == "drop"):
         counts.update(dropped=1, identical=identical)
         return None
-    reasoning_dropped = bool(thoughts) and not any(text in written for text in thoughts)
-    counts.update(truncated=too_long, rewritten=rewritten, reasoning_dropped=reasoning_dropped)
+    counts.update(
+        truncated=too_long,
+        rewritten=max(0, sum(chat.is_trained(message) for talk in talks for message in talk) - len(said)),
+        unstopped=sum(map(set(tokenizer.stops).isdisjoint, said)),
+        unspelled=sum(tokenizer.unspelled(message["content"]) for message in line.messages),
+        reasoning_dropped=bool(thoughts) and not any(text in written for text in thoughts),
+    )
     if not pair and tokenizer.template is not None and tokenizer.template.prompt_ends_in_space:
         before = next(number for number, message in enumerate(talks[0]) if message["role"] == "assistant")
         prompt = chat.encode_prompt(talks[0][:before], tokenizer, task.system_prompt) if before else []

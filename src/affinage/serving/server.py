@@ -43,6 +43,7 @@ _FAILED = "the server could not answer; its log has the reason"
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of refusals, by their status
 # Fields that clients send and that do not change the answer.
 _INERT = {"user", "metadata", "store", "service_tier", "tool_choice", "parallel_tool_calls", "prompt_cache_key"}
+_DEFAULTS: tuple[Any, ...] = (None, 0, "", [], {}, {"type": "text"}, ["text"])  # by which a client requests nothing
 
 
 class Refused(HTTPException):
@@ -90,7 +91,7 @@ class CommonRequest(BaseModel, extra="forbid", allow_inf_nan=False):
         """Leave out nulls, and fields that are unknown here but request nothing, such as `frequency_penalty: 0`."""
         if isinstance(body, dict):
             body = {name: value for name, value in body.items() if value is not None and name not in _INERT}
-            body = {name: value for name, value in body.items() if value or name in cls.model_fields}
+            body = {name: value for name, value in body.items() if value not in _DEFAULTS or name in cls.model_fields}
         return body
 
     def params(self, most: int, logprobs: int | None) -> SamplingParams:
@@ -138,11 +139,10 @@ _Body = ChatRequest | CompletionRequest
 
 def _prompts(body: _Body, model: LoadedModel) -> list[tuple[list[int], int]]:
     """The token ids of each prompt, and the place in them, or at their end, from which on they are shown."""
-    tokenizer = model.tokenizer
+    tokenizer, prompts = model.tokenizer, list[tuple[list[int], int]]()
     if isinstance(body, ChatRequest):
         ids = encode_prompt([message.as_text() for message in body.messages], tokenizer, model.system_prompt)
         return [(ids, len(ids))]
-    prompts: list[tuple[list[int], int]] = []
     is_single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
     for prompt in cast("list[str | list[int]]", [body.prompt] if is_single else body.prompt):
         opening = list(tokenizer.opening) if isinstance(prompt, str) else []
