@@ -21,7 +21,6 @@ def facts(made) -> Facts:
 
 @pytest.fixture(scope="session")
 def pages(facts: Facts) -> dict[str, str]:
-    """The page in each language."""
     return {language: render(facts, language) for language in ("en", "fr")}
 
 

@@ -150,6 +150,7 @@ class Uploader:
                 # An earlier start may have copied it, or another state of this step.
                 metadata, there = (steps / str(step) / METADATA).read_bytes(), f"{CHECKPOINTS}/{step}"
                 if step not in complete or self._remote.read(f"{there}/{METADATA}") != metadata:
+                    complete.discard(step)
                     self._remote.remove(files_of.pop(step, ()))
                     for name in _files_in(steps / str(step)):
                         self._remote.put(steps / str(step) / name, f"{there}/{name}")

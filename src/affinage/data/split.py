@@ -26,7 +26,8 @@ def split(
     stay together. By tail: the last share of every document goes, with the same id. An interrupted call resumes.
     Raises UserError if nothing is left to train on.
     """
-    held_out = _held_out(source, settings, seed)
+    by_document = settings.by == "document" and settings.validation_fraction > 0
+    held_out = _held_out(source, settings, seed) if by_document else None
 
     def write(task: tuple[Path, int]) -> list[dict[str, Any]]:
         (path, first), statistics, place = task, (Stats(), Stats()), task[0].parent.relative_to(source)
@@ -35,7 +36,7 @@ def split(
             DocumentWriter(folder / "validation" / place, path.stem, statistics[1]) as validation,
         ):
             for before, batch in statistics[0].entering(path):
-                own = held_out[first + before :][: batch.num_rows]
+                own = np.zeros(len(batch), bool) if held_out is None else held_out[first + before :][: len(batch)]
                 parts = [batch.filter(pa.array(~own)), batch.filter(pa.array(own))]
                 if settings.by == "tail":
                     cuts = [cut_tail(text, settings.validation_fraction) for text in batch["text"].to_pylist()]
@@ -63,7 +64,7 @@ def split(
 
 
 def _held_out(source: Path, settings: SplitSettings, seed: int) -> np.ndarray:
-    """Which documents are for validation, bool [N]; none where all are cut instead."""
+    """Which documents are for validation, bool [N]."""
     share, separator = settings.validation_fraction, settings.group_separator
     key_parts, name_parts = [np.zeros(0, np.uint64)], list[pa.Array]()  # 12 bytes of every document
     for batch in read_documents(source, ["id", "source", "language"]):
@@ -74,8 +75,6 @@ def _held_out(source: Path, settings: SplitSettings, seed: int) -> np.ndarray:
         names = pc.binary_join_element_wise(batch["source"], batch["language"], "\n")
         name_parts.append(names.dictionary_encode())
     keys = np.concatenate(key_parts)
-    if settings.by == "tail" or share == 0:
-        return np.zeros(keys.size, bool)
     names = pa.chunked_array(name_parts, pa.dictionary(pa.int32(), pa.string())).unify_dictionaries().combine_chunks()
     chosen = np.zeros(keys.size, bool)
     for number in range(len(names.dictionary)):
