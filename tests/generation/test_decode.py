@@ -79,6 +79,7 @@ def test_what_is_compiled_for_accelerators_generates_the_same(platform, layers, 
 def test_generation_never_leaves_the_context():
     model, params = tiny_llama(), SamplingParams(500, ignore_eos=True)
     assert len(generate(model, [[2, *range(20, 20 + CONTEXT - 6)]], params)[0].tokens) == 5
+    assert generate(model, [[2] * 64], SamplingParams(0))[0].finish_reason == "length"
     for prompt in ([2] * CONTEXT, []):
         with pytest.raises(ValueError, match="tokens"):
             generate(model, [prompt], SamplingParams(1))

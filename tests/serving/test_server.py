@@ -1,5 +1,7 @@
 """OpenAI's own client against a server of a tiny model."""
 
+import asyncio
+import gc
 import json
 import urllib.error
 import urllib.request
@@ -8,10 +10,13 @@ from collections.abc import Iterator
 import openai
 import pytest
 from running_server import TOKEN, Running, running
+from starlette.requests import Request
+from starlette.responses import Response
 
 from affinage.data.chat import encode_prompt
 from affinage.generation.engine import Engine, EngineRequest, generate, token_logprobs
 from affinage.generation.sampling import SamplingParams
+from affinage.serving.server import CompletionRequest, Refused, Server
 from tiny_models import CONTEXT, tiny_llama
 from waiting import until
 
@@ -93,6 +98,7 @@ def test_log_probabilities_of_answers_and_of_prompts(client: openai.OpenAI):
     assert [len(one.top_logprobs) for one in entries] == [2, 2, 2]
     stream = client.completions.create(**settings | {"max_tokens": 3, "logprobs": 1}, stream=True)
     assert [len(e.choices[0].logprobs.tokens) for e in stream if e.choices[0].finish_reason] == [3]
+    assert client.completions.create(**settings | {"max_tokens": 0}).choices[0].logprobs.tokens == []
 
 
 def test_lm_evals_own_client_gives_the_scores_of_our_backend(served: Running, tmp_path, monkeypatch):
@@ -124,6 +130,8 @@ LONG = [{"role": "user", "content": "long " * CONTEXT}]
         ({"temperature": -1}, 400, "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"n": 5}, 400, "4 choices"),  # two at once, and two that wait
+        ({"n": 10**15}, 400, "4 choices"),
+        ({"extra_body": {"response_format": {"type": "json_object"}}}, 400, "response_format"),
         ({"stop": ["x"] * 17}, 400, "stop"),
         ({"top_logprobs": 21}, 400, "top_logprobs"),
         ({"extra_body": {"guided_json": {"type": "object"}}}, 400, "guided_json"),
@@ -142,7 +150,7 @@ def test_what_cannot_be_done_is_refused_in_openais_form(client: openai.OpenAI, w
     assert (told.value.code == "context_length_exceeded") == (wrong.get("messages") is LONG)
 
 
-def ask(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
+def ask(url: str, body: bytes | list[bytes] | None = None, **headers: str) -> tuple[int, dict]:
     asked = urllib.request.Request(url, body, {name.replace("_", "-"): value for name, value in headers.items()})
     try:
         with urllib.request.urlopen(asked, timeout=300) as answer:
@@ -170,6 +178,12 @@ def test_bodies_that_are_no_requests_are_refused(served: Running):
     nan = b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}'
     for body in (b"{", b"[" * 5000, b"[]", b'{"messages": []}', surrogate, nan):
         assert ask(f"{served.url}/v1/chat/completions", body, Content_Type="application/json", **ALLOWED)[0] == 400
+    in_parts = {"Content_Type": "application/json", "Authorization": f"bearer {TOKEN}", "Transfer_Encoding": "chunked"}
+    for parts, status in (
+        ([b'{"max_', b'tokens": 1, "response_format": {"type": "text"}}'], 200),
+        ([b" " * 2**19] * 3, 413),
+    ):
+        assert ask(f"{served.url}/v1/completions", parts, **in_parts)[0] == status
     assert ask(f"{served.url}/v1/chat/completions", b"{}", Content_Type="text/plain", **ALLOWED)[0] == 415
 
 
@@ -191,6 +205,9 @@ def test_an_error_of_the_device_is_not_shown_and_the_next_request_is_answered(cl
     with pytest.raises(openai.InternalServerError) as failed:
         client.chat.completions.create(**settings)
     assert "memory" not in str(failed.value)
+    monkeypatch.setattr(Engine, "step", fail)
+    with pytest.raises(openai.APIError, match="its log has the reason"):
+        list(client.chat.completions.create(**settings, stream=True))
     again = client.chat.completions.create(**settings)
     assert again.choices[0].message.content == expected(CHAT_PROMPT, 2)[0].text
 
@@ -206,3 +223,24 @@ def test_a_full_queue_says_when_to_come_again_and_a_client_that_leaves_frees_its
         waiting.close()
         until(lambda: not served.server.news)
     assert len(client.chat.completions.create(**settings, n=4).choices) == 4
+
+
+def test_no_more_streams_wait_than_may_and_one_that_never_begins_gives_its_place_back():
+    server, body = Server(tiny_llama(), None, max_num_seqs=1, max_queue=1, max_tokens=9), b'{"stream": true}'
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": body}
+
+    async def come() -> Response:
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        return await server._answer(CompletionRequest, Request(scope, receive))
+
+    async def crowd() -> None:
+        came = await asyncio.gather(*[come() for _ in range(5)], return_exceptions=True)
+        assert sum(isinstance(each, Refused) and each.status_code == 429 for each in came) == 3
+        del came
+        gc.collect()
+        await asyncio.sleep(0.1)
+        assert not server.news
+
+    asyncio.run(crowd())

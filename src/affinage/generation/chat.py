@@ -7,7 +7,6 @@ from affinage.errors import UserError
 from affinage.generation.engine import Engine, LoadedModel
 from affinage.generation.sampling import EngineRequest, SamplingParams
 
-_SHORTEST = 1024  # tokens of the first cache
 HELP = "/reset forgets the conversation; /system TEXT begins one with that system message; /quit leaves."
 
 
@@ -44,7 +43,7 @@ class ChatSession:
             raise UserError(what, fix="Write a shorter one, or a shorter system message.")
         needed = min(len(prompt) + new, model.context)
         if self._engine is None or self._engine.length < needed:
-            length = max(_SHORTEST, 2 * needed)  # not all of the context, which may be far longer than conversations
+            length = max(1024, 2 * needed)  # not all of the context, which may be far longer than conversations
             self._engine = Engine(model, max_num_seqs=1, max_model_len=length, interactive=True)
         answer = ""
         try:

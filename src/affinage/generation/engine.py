@@ -195,9 +195,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile every program that requests can need, so that no client waits for one."""
-        width = 0
-        while width < self.length:
-            width = min(_bucket(width + 1), self.length)
+        for width in sorted({min(_bucket(tokens), self.length) for tokens in range(1, self.length + 1)}):
             for start in (0, 1) if self._interactive else (0,):
                 self._fill({0: [PAD] * width}, start)
             token_logprobs(self.model, [PAD] * width, 1)
@@ -297,7 +295,7 @@ def generate(
     """
     if not prompts:
         return []
-    needed = max(map(len, prompts)) + params.max_new_tokens
+    needed = max(map(len, prompts)) + max(1, params.max_new_tokens)
     part = max(_SHORTEST_BUCKET, _bucket(needed) // 8)  # all of the cache is read for every token
     length, slots = -(-needed // part) * part, min(max_num_seqs, 1 << (len(prompts) - 1).bit_length())
     engine = Engine(model, max_num_seqs=slots, max_model_len=length)

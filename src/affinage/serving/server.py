@@ -84,6 +84,7 @@ class CommonRequest(BaseModel, extra="forbid", allow_inf_nan=False):
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: dict[str, bool] = {}
+    response_format: dict[Literal["type"], Literal["text"]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -146,10 +147,9 @@ def _prompts(body: _Body, model: LoadedModel) -> list[tuple[list[int], int]]:
     is_single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
     for prompt in cast("list[str | list[int]]", [body.prompt] if is_single else body.prompt):
         opening = list(tokenizer.opening) if isinstance(prompt, str) else []
-        ids = [*opening, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
+        ids = ([*opening, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt) or [tokenizer.bos]
         if unknown := [token for token in ids if not 0 <= token < model.graph.vocabulary]:
             raise Refused(400, f"there is no token {unknown[0]}")
-        ids = ids or [tokenizer.bos]
         prompts.append((ids, len(opening) if body.echo else len(ids)))
     return prompts
 
@@ -202,8 +202,8 @@ class Server:
         return Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
 
     def _check_key(self, http: Request) -> None:
-        sent = http.headers.get("Authorization", "").encode()
-        if self._key is not None and not hmac.compare_digest(sent, f"Bearer {self._key}".encode()):
+        sent = http.headers.get("Authorization", "").partition(" ")[2].encode()  # after "Bearer", in any case
+        if self._key is not None and not hmac.compare_digest(sent, self._key.encode()):
             raise Refused(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
     async def _models(self, http: Request) -> Response:
@@ -212,44 +212,43 @@ class Server:
         return JSONResponse({"object": "list", "data": [facts]})
 
     async def _answer(self, kind: type[_Body], http: Request) -> Response:
-        """Answer a request of either endpoint."""
         self._check_key(http)
         # A page of another origin may not send JSON without a preflight request, which is not answered.
         if http.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
             raise Refused(415, "the body must be JSON, with the header Content-Type: application/json")
-        if int(http.headers.get("Content-Length", _MAX_BODY + 1)) > _MAX_BODY:
-            raise Refused(413, f"the body is longer than {_MAX_BODY:,} bytes, or its length is not said")
-        body = kind.model_validate_json(await http.body())
+        content = bytearray()
+        async for part in http.stream():
+            content += part
+            if len(content) > _MAX_BODY:
+                raise Refused(413, f"the body is longer than {_MAX_BODY:,} bytes")
+        body = kind.model_validate_json(content)
         if body.model not in (None, self._model.name):
-            what = f"there is no model `{body.model}` here, but `{self._model.name}`"
-            raise Refused(404, what, code="model_not_found")
+            raise Refused(404, f"there is no model `{body.model}`, but `{self._model.name}`", code="model_not_found")
         prompts = await asyncio.to_thread(_prompts, body, self._model)
         if (longest := max((len(ids) for ids, _ in prompts), default=0)) >= self._model.context:
             what = f"the prompt has {longest:,} tokens; this model takes at most {self._model.context - 1:,}"
             raise Refused(400, what, code="context_length_exceeded")
         top = (body.top_logprobs if body.logprobs else None) if isinstance(body, ChatRequest) else body.logprobs
         params = body.params(self._max_tokens, top)
+        if len(prompts) * body.n > self._capacity:
+            raise Refused(400, f"at most {self._capacity} choices in all")
         # Each choice, and the place in its tokens from which on they are shown.
         begins = {EngineRequest(ids, params, index): begin for ids, begin in prompts for index in range(body.n)}
-        if len(begins) > self._capacity:
-            raise Refused(400, f"at most {self._capacity} choices in all")
         if len(self.news) + len(begins) > self._capacity:
             raise Refused(429, "the queue is full; try again in 2 s")
-        return await self._reply(body, begins, self._parts(http, begins))
-
-    async def _reply(self, body: _Body, begins: Mapping[EngineRequest, int], parts: AsyncGenerator[Event]) -> Response:
-        is_chat, requests = isinstance(body, ChatRequest), list(begins)
+        parts, is_chat, requests = self._parts(http, begins), isinstance(body, ChatRequest), list(begins)
+        await anext(parts)  # takes places in the queue, now: a streamed response begins after others were admitted
         kind = "chat.completion" + ".chunk" * body.stream if is_chat else "text_completion"
         facts = {"id": secrets.token_hex(12), "object": kind, "created": int(time.time()), "model": self._model.name}
 
         def choice(request: EngineRequest, text: str, ended: bool) -> dict[str, Any]:
             """A choice or, of a streamed one, its new text."""
             message = {"delta" if body.stream else "message": {"role": "assistant", "content": text}}
-            scored = request.logprobs[begins[request] :] if ended else []
+            scored = request.logprobs[begins[request] :] if ended and params.logprobs is not None else None
             return {
                 "index": requests.index(request),
                 **(message if is_chat else {"text": text}),
-                "logprobs": _logprobs(is_chat, scored, self._model.tokenizer) if scored else None,
+                "logprobs": None if scored is None else _logprobs(is_chat, scored, self._model.tokenizer),
                 "finish_reason": request.finish_reason.replace("eos", "stop") if ended else None,
             }
 
@@ -262,12 +261,15 @@ class Server:
             return f"data: {json.dumps(facts | more, ensure_ascii=False)}\n\n"
 
         async def events() -> AsyncIterator[str]:
-            async with aclosing(parts):
-                async for part in parts:
-                    yield event(choices=[choice(*part)])
-            if body.stream_options.get("include_usage"):
-                yield event(choices=[], usage=usage())
-            yield "data: [DONE]\n\n"
+            try:
+                async with aclosing(parts):
+                    async for part in parts:
+                        yield event(choices=[choice(*part)])
+                if body.stream_options.get("include_usage"):
+                    yield event(choices=[], usage=usage())
+                yield "data: [DONE]\n\n"
+            except Refused as refused:
+                yield f"data: {bytes((await _error(http, refused)).body).decode()}\n\n"
 
         if body.stream:
             return StreamingResponse(events(), media_type="text/event-stream")
@@ -277,10 +279,11 @@ class Server:
         return JSONResponse(facts | {"choices": [choice(*each, True) for each in texts.items()], "usage": usage()})
 
     async def _parts(self, http: Request, begins: Mapping[EngineRequest, int]) -> AsyncGenerator[Event]:
-        """Yield what each prompt shows of itself, and then what the engine generates, until all have ended."""
+        """Yield one event to drop, what each prompt shows of itself, and what the engine generates, to all ends."""
         news: list[Event | Refused] = []
         self.news |= dict.fromkeys(begins, news)
         try:
+            yield EngineRequest([], SamplingParams()), "", False
             for request, begin in begins.items():
                 self.engine.submit(request)
                 yield request, self._model.tokenizer.decode(request.prompt[begin:]), False
