@@ -266,7 +266,7 @@ def sweep(
             spread = f" ± {100 * score['stderr']:.1f}" if score["stderr"] else ""
             row[f"{task} {score['metric']}, %"] = f"{100 * score['value']:.1f}{spread}"
     emit(results, as_json, [table(rows), f"\nresults  {file}"])
-    if any("spread" in result for result in results):
+    if any("error" in result for result in results):
         raise typer.Exit(EXIT_USER_ERROR)
 
 
