@@ -87,7 +87,7 @@ def search(
     with working(f"reading the documents of {folder.name}"):
         documents = list(itertools.islice(TrainingRows(folder, "pretrain").find(text), limit + 1))
     facts = {"run": str(folder), "text": text, "documents": documents[:limit], "more": len(documents) > limit}
-    held_out = [{"folder": "held out", "number": None, "steps": []}]
+    held_out: list[dict[str, Any]] = [{"folder": "held out", "number": None, "steps": []}]
     rows = [
         document | {"rows": None, "shard": row["folder"], "row": row["number"], "read at steps": row["steps"]}
         for document in documents[:limit]

@@ -263,8 +263,8 @@ def sweep(
     rows = [{"run": result["run"], **result["settings"], **result["losses"]} for result in results]
     for row, result in zip(rows, results):
         for task, score in result["scores"].items():
-            error = f" ± {100 * score['stderr']:.1f}" if score["stderr"] else ""
-            row[f"{task} {score['metric']}, %"] = f"{100 * score['value']:.1f}{error}"
+            spread = f" ± {100 * score['stderr']:.1f}" if score["stderr"] else ""
+            row[f"{task} {score['metric']}, %"] = f"{100 * score['value']:.1f}{spread}"
     emit(results, as_json, [table(rows), f"\nresults  {file}"])
     if any("error" in result for result in results):
         raise typer.Exit(EXIT_USER_ERROR)
