@@ -122,11 +122,15 @@ def _evaluate_model(
     return {**results, **state}
 
 
+def _score(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.4f}"
+
+
 def _view(results: dict[str, Any]) -> Iterator[Any]:
     rows = [
-        {"task": task, "metric": metric, "value": score["value"], "±": score["stderr"]}
-        | {"chance": entry.get("chance") if metric.startswith("acc") else None, "items": entry["items"]}
-        | {"in chat template": entry.get("chat_template") or None, "items cut": entry.get("truncated") or None}
+        {"task": task, "metric": metric, "value": _score(score["value"]), "±": _score(score["stderr"])}
+        | {"chance": _score(entry.get("chance")) if metric.startswith("acc") else None, "items": entry["items"]}
+        | {"chat": entry.get("chat_template") or None, "cut": entry.get("truncated") or None}
         for task, entry in results["tasks"].items()
         for metric, score in entry["metrics"].items()
     ]
