@@ -63,8 +63,8 @@ def test_tasks_that_are_left_out_items_that_are_cut_and_items_in_the_text_are_in
         assert status == 0, said
         return " ".join(out.split())
 
-    assert "for chat models only: talk" in (base := told("tiny/pretrain", plain, talk)) and "chat template" not in base
-    assert "in chat template" in (chat := told("tiny", plain, talk)) and "talk" in chat and "left out" not in chat
+    assert "for chat models only: talk" in (base := told("tiny/pretrain", plain, talk)) and "items chat" not in base
+    assert "items chat" in (chat := told("tiny", plain, talk)) and "talk" in chat and "left out" not in chat
     cut = told("tiny/pretrain", task, "piqa", "--data-dir", piqa)
     assert "items cut" in cut and re.search("task acc [^ ]+ [^ ]+ [^ ]+ 3 2 ", cut), "2 of 3 are longer than 64 tokens"
     assert "task 3 1 acc" in cut and "without them" in cut
