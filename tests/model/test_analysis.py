@@ -90,7 +90,8 @@ SMALL = {"quickstart": (128, 3, 384, 0), "moe-small-dense": (64, 3, 192, 0), "mo
 def test_every_recipe_has_a_model_of_the_size_it_is_said_to_have(recipe):
     """Of the GPT-2s and of Llama 3 it is the number that others have published."""
     loaded = load_recipe(RECIPES / f"{recipe}.yaml")
-    count = parameters(graph := parse(loaded.recipe.model, loaded.locate, vocabulary=VOCABULARY))
+    graph = parse(loaded.recipe.model, loaded.locate, vocabulary=VOCABULARY)
+    count = parameters(graph)
     assert count.total == sum(prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(graph)))
     said = re.findall(r"# Expect: ([\d,]+) parameters", (RECIPES / f"{recipe}.yaml").read_text())
     assert said == [f"{count.total:,}"] * len(said)
