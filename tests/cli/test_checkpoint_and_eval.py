@@ -32,6 +32,7 @@ def test_steps_their_arrays_and_facts_are_shown_and_what_is_corrupted_is_named(a
     assert newest["arrays"]["params.embed.embedding"].startswith("float32 [")
     status, _, error = said("show", "tiny/pretrain@9")
     assert status == 2 and "@18, @20" in error
+    assert said("ls", str(own_runs / "tiny" / "export" / "model"))[0] == 2
 
     status, found, _ = said("verify", "tiny/pretrain")
     assert status == 0 and [(each["step"], each["corruption"]) for each in found] == [(18, None), (20, None)]
