@@ -13,17 +13,19 @@ from transformers import PreTrainedTokenizerFast
 
 from affinage.data.tokenizer import Tokenizer
 
-MISTRAL = """{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+PIECES = {  # of tokenizers as SentencePiece's, in which </s> ends a turn
+    "mistral": """{{ bos_token }}{% for message in messages %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
 {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
 {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}\
-{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"""
-ZEPHYR = """{% for message in messages %}
+{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}""",
+    "zephyr": """{% for message in messages %}
 {{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token }}
 {% if loop.last and add_generation_prompt %}
 {{ '<|assistant|>' }}
 {% endif %}
-{% endfor %}"""
-PIECES = {"mistral": MISTRAL, "zephyr": ZEPHYR}  # of tokenizers as SentencePiece's, in which </s> ends a turn
+{% endfor %}""",
+}
 _FOLDER = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.jinja"))} | PIECES
 SPECIAL = re.compile(
