@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from affinage.data.tokenizer import Tokenizer
+from source_forms import write_files
 
 PIECES = {  # of tokenizers as SentencePiece's, in which </s> ends a turn
     "mistral": """{{ bos_token }}{% for message in messages %}\
@@ -79,11 +80,9 @@ def folder_of(kind: str) -> Path:
         fast.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in ("<think>", "</think>")])
     told = json.loads(fast.to_str())
     told["added_tokens"] = [token for token in told["added_tokens"] if not token["content"].startswith("<0x")]
-    folder = Path(mkdtemp(prefix="affinage-test-"))
-    (folder / "tokenizer.json").write_text(json.dumps(told))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    files = {"tokenizer.json": json.dumps(told), "tokenizer_config.json": json.dumps(config)}
+    return write_files(Path(mkdtemp(prefix="affinage-test-")), files)
 
 
 def with_template(source: str, kind: str = "bytes") -> Tokenizer:

@@ -126,9 +126,6 @@ def test_processes_that_share_no_disk_train_together_by_way_of_gs(tmp_path: Path
     assert not (tmp_path / "1" / "store" / training.name / "checkpoints").exists()
 
 
-LONGEST = 550  # seconds
-
-
 def start(*words: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "affinage", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -145,7 +142,7 @@ def test_killed_while_it_trains_it_ends_with_the_same_bits(tiny_runs: Path, own_
         shutil.rmtree((own_runs / "tiny" / stage).resolve())
     words = ["run", *tiny_run.WORDS, "--runs", str(own_runs), "--until", "dpo"]
     process, saved = start(*words), "store/dpo-*/checkpoints/2/commit_success.txt"
-    until(lambda: list(own_runs.glob(saved)) or process.poll() is not None, LONGEST)
+    until(lambda: list(own_runs.glob(saved)) or process.poll() is not None, 550)
     process.kill()
     told, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, told
