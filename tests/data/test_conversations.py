@@ -76,22 +76,14 @@ def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Pat
 
 
 CALL = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
+NO_TEXT = [{"type": "image", "url": "x"}, {"type": "text"}, {"type": "text", "text": None}, {"text": "y"}, "y"]
 BAD = [
     {"text": "x"},
     {"messages": []},
     {"messages": [QUESTION, SYSTEM]},
     {"messages": [{"role": "tool", "content": "x"}]},
     {"prompt": "x", "completion": None},
-    *(
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
-        for part in (
-            {"type": "image", "url": "x"},
-            {"type": "text"},
-            {"type": "text", "text": None},
-            {"text": "y"},
-            "y",
-        )
-    ),
+    *({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]} for part in NO_TEXT),
     {"messages": [{"role": "user", "content": "x", "reasoning": ["y"]}]},
     {"messages": [*TALK, CALL]},
     {"conversations": [{"from": "gpt", "value": "", "function_call": {"name": "f"}}]},

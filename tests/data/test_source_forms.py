@@ -41,7 +41,7 @@ def test_the_pages_of_a_web_archive_are_read_and_a_damaged_one_is_not(tmp_path, 
     assert len(rows[0]["id"]) == 36 and rows[0]["license"] == "unknown"
     assert summary["removed"] == {"not HTML": 1, "not found": 1}
     whole = web_archive(PAGES[:1], gzipped=gzipped)
-    for content, message in ((whole[:-30], "cut off"), (whole[:-400], "cut off"), (b"hello world\n" * 100, "")):
+    for content, message in ((whole[:-30], "cut off"), (whole[:-400], "cut off"), (b"hello world\n" * 100, None)):
         path.write_bytes(content)
         with pytest.raises(DamagedFile, match=message):
             records(path)
@@ -142,8 +142,8 @@ def test_broken_and_deeply_nested_wikitext_is_no_error():
 
 REDIRECT = page(2, "Pont", "#REDIRECT [[Le Pont]]", redirect=True)
 WINTER = page(4, "Été &amp; hiver", f"L'été. {prose('fr', 1)}")
-PAGES_OF_WIKI = [page(1, "Le Pont", WIKITEXT), REDIRECT, page(3, "Discussion:Pont", "bla", ns=1), WINTER]
-GROUPS = [PAGES_OF_WIKI[:2], PAGES_OF_WIKI[2:], [page(5, "Vide", "{{Ébauche}}")]]
+TALK, EMPTY = page(3, "Discussion:Pont", "bla", ns=1), page(5, "Vide", "{{Ébauche}}")
+GROUPS = [[page(1, "Le Pont", WIKITEXT), REDIRECT], [TALK, WINTER], [EMPTY]]
 
 
 def test_a_multistream_dump(tmp_path):
