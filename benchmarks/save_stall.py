@@ -6,8 +6,9 @@
 The state of a Llama with AdamW, 500 MB, is trained by its own step, which donates it, on one device. Between two steps
 it is saved, in turns by `CheckpointStore`, which computes checksums of all arrays, and by Orbax's `Checkpointer` with
 its defaults; both keep the newest two. The stall lasts until the save lets the loop continue. On a CPU the step after
-it first copies the state, which is in use, and runs beside the writing. Medians of all saves but the first of each; on
-a machine with other work compare the CPU milliseconds, which count all threads.
+it first copies the state, which is in use, and runs beside the writing, so that both together are what a loop waits
+for. Medians of all saves but the first of each; on a machine with other work compare the CPU milliseconds, which count
+all threads.
 """
 
 import os
@@ -32,6 +33,7 @@ from affinage.config.training import PretrainSettings
 from affinage.model import parse
 
 FULL = Size(width=512, ffn=1408, heads=8, layers=11, vocabulary=8192, context=64, batch=2)
+PARTS = ("stall", "step after", "stall and step after", "rest")
 QUICK = Size(width=256, ffn=704, heads=8, layers=4, vocabulary=2048, context=64, batch=2)
 
 
@@ -69,12 +71,13 @@ def main() -> None:
             at.append(clocks())
             store.wait() if who == "ours" else saving.result()
             at.append(clocks())
-            for part, spent in zip(("stall", "step after", "rest"), np.diff(at, axis=0), strict=True):
+            stall, step_after, rest = np.diff(at, axis=0)
+            for part, spent in zip(PARTS, (stall, step_after, stall + step_after, rest), strict=True):
                 taken.setdefault(f"{part}, {who}", []).append(spent)
     medians = {part: np.median(each[1:], axis=0) for part, each in taken.items()}  # the first one imports
     results = [
         result(f"{part}, {clock}", medians[f"{part}, ours"][index], "ms", medians[f"{part}, plain"][index])
-        for part in ("stall", "step after", "rest")
+        for part in PARTS
         for index, clock in enumerate(("wall", "CPU"))
     ]
     finish("save_stall", results, state_bytes=held, saves=saves)

@@ -220,6 +220,23 @@ def test_what_vanishes_during_a_copy_is_passed_over_and_does_not_count(url: str,
     assert uploader.settle() == "" and complete_at(url) == [2]
 
 
+def test_a_step_that_is_removed_to_be_copied_again_and_vanishes_takes_no_other_with_it(url, tmp_path, monkeypatch):
+    put, here = RemoteFolder.put, tmp_path / "here"
+    former = tmp_path / "former"
+    saved(former, 1, 2, uploader=Uploader(url, former), settles=True)
+    store = CheckpointStore(here / "checkpoints")
+    store.save(2, state(20), {"saved": "now"})
+    store.wait()
+
+    def vanishing(folder: RemoteFolder, file: Path, name: str) -> None:
+        shutil.rmtree(here / "checkpoints" / "2", ignore_errors=True)
+        put(folder, file, name)
+
+    monkeypatch.setattr(RemoteFolder, "put", vanishing)
+    uploader = Uploader(url, here, keep_last=1)
+    assert uploader.settle() == "" and complete_at(url) == [1]
+
+
 def test_the_rules_for_what_stays_hold_there_too(url: str, tmp_path: Path):
     rules = {"keep_last": 1, "keep_every": 4}
     uploader = Uploader(url, tmp_path, **rules)

@@ -32,6 +32,7 @@ def test_steps_their_arrays_and_facts_are_shown_and_what_is_corrupted_is_named(a
     assert newest["arrays"]["params.embed.embedding"].startswith("float32 [")
     status, _, error = said("show", "tiny/pretrain@9")
     assert status == 2 and "@18, @20" in error
+    assert said("ls", str(own_runs / "tiny" / "export" / "model"))[0] == 2
 
     status, found, _ = said("verify", "tiny/pretrain")
     assert status == 0 and [(each["step"], each["corruption"]) for each in found] == [(18, None), (20, None)]
@@ -62,8 +63,8 @@ def test_tasks_that_are_left_out_items_that_are_cut_and_items_in_the_text_are_in
         assert status == 0, said
         return " ".join(out.split())
 
-    assert "for chat models only: talk" in (base := told("tiny/pretrain", plain, talk)) and "chat template" not in base
-    assert "in chat template" in (chat := told("tiny", plain, talk)) and "talk" in chat and "left out" not in chat
+    assert "for chat models only: talk" in (base := told("tiny/pretrain", plain, talk)) and "items chat" not in base
+    assert "items chat" in (chat := told("tiny", plain, talk)) and "talk" in chat and "left out" not in chat
     cut = told("tiny/pretrain", task, "piqa", "--data-dir", piqa)
     assert "items cut" in cut and re.search("task acc [^ ]+ [^ ]+ [^ ]+ 3 2 ", cut), "2 of 3 are longer than 64 tokens"
     assert "task 3 1 acc" in cut and "without them" in cut

@@ -36,6 +36,9 @@ def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs, ke
     assert status == 0
     for point in told:
         assert any({point["run"], *(f"{loss:.4g}" for loss in point["losses"].values())} <= {*row} for row in table)
+        for score in point["scores"].values():
+            wide = f"{100 * score['value']:.1f}" + (f" ± {100 * score['stderr']:.1f}" if score["stderr"] else "")
+            assert wide in out
     assert all(point["would_run"] == [] for point in answer(*words, "--dry-run"))
 
 

@@ -15,7 +15,6 @@ from huggingface_hub import ModelCard
 from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-import tiny_graphs
 from affinage.config.data import TokenizerSettings
 from affinage.data.chat import encode_conversation, encode_prompt
 from affinage.data.special_tokens import BOS, CONTROL_PIECES, EOS, IM_END, IM_START, PAD, UNK
@@ -27,7 +26,7 @@ from affinage.model.graph import parameters
 from affinage.results import read_json
 from run_affinage import refused
 from tiny_corpus import TRICKY, write_split
-from tiny_models import CONTEXT, VOCABULARY, model_of, tiny_llama
+from tiny_models import CONTEXT, tiny_llama
 
 TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]
 FACTS = CardFacts(
@@ -88,13 +87,6 @@ def test_llama_cpp_gives_the_same_tokens_and_logits(exported):
     model, folder = exported
     found = verify_gguf(folder, model, [*TEXTS, *TRICKY_TEXTS])
     assert found["texts"] == len(TEXTS) + len(TRICKY_TEXTS) and found["largest_logit_difference"] < 1e-2
-
-
-def test_gpt2_has_its_own_architecture(tmp_path):
-    model = model_of(tiny_graphs.gpt2(vocabulary=VOCABULARY, context=CONTEXT))
-    export(model, tmp_path / "m", facts=FACTS, dtype="float16")
-    assert read_json(tmp_path / "m/config.json")["architectures"] == ["GPT2LMHeadModel"]
-    assert verify(tmp_path / "m", model, TEXTS[:2])["largest_logit_difference"] <= 1e-4
 
 
 def test_a_changed_weight_or_token_does_not_verify(exported, tmp_path):

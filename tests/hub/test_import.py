@@ -5,7 +5,7 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from affinage.hub.verify import verify
 from affinage.model import parse
 from affinage.pipeline.models import is_chat, locate, resolve
 from affinage.pipeline.opening import import_model, open_model
+from affinage.results import read_json
 from run_affinage import refused, run
 from tiny_models import CONTEXT, ZEPHYR, full_logits, fused_experts, model_of, tiny_llama, with_template
 
@@ -90,22 +91,16 @@ def test_a_card_says_no_more_than_the_import(exported, tmp_path, license, affina
         assert (f"Weights under {expected}." if expected else "The license of the weights is not known.") in card.text
 
 
-class Counted(dict):
-    """Tensors by name, with the names in the order in which they are read."""
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        self.read = [*getattr(self, "read", []), name]
-        return super().__getitem__(name)
-
-
 @pytest.mark.parametrize("name", GRAPHS)
 def test_every_family_comes_back_bit_by_bit(name, tmp_path):
     graph, draw = parse(GRAPHS[name]), np.random.default_rng(0)
     params = jax.tree.map(lambda one: draw.normal(size=one.shape).astype(np.float32), graph.parameters)
     family = family_of(graph)
     config, tensors = family.to_config(graph, context=64), family.to_tensors(params, graph)
-    family.from_tensors(counted := Counted(tensors), graph)
-    assert sorted(name for name, _ in itertools.groupby(counted.read)) == sorted(tensors), "each is read once, in a row"
+    reads, has = Mock(side_effect=tensors.__getitem__), Mock(side_effect=tensors.__contains__)
+    family.from_tensors(MagicMock(__getitem__=reads, __contains__=has), graph)
+    read = [call.args[0] for call in reads.mock_calls]
+    assert sorted(name for name, _ in itertools.groupby(read)) == sorted(tensors), "each is read once, in a row"
     assert family.unknown(config) == ()
     (tmp_path / CONFIG).write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
@@ -133,23 +128,27 @@ def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path)
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"vocab_size": 97, "max_position_embeddings": CONTEXT}
+SIZES_OF_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "vocab_size": 97}
+
+
+def saved_by_transformers(family, folder, **sizes):
+    """A model of random weights that transformers has made, in the folder as transformers writes it."""
+    sizes = (SIZES_OF_GPT2 if family == "gpt2" else SIZES) | sizes
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
+    made.save_pretrained(folder)
+    return made
+
+
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 RARER = [pytest.param(family, marks=pytest.mark.full) for family in ("mistral", "qwen2", "qwen3")]
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", *RARER])
 def test_what_transformers_writes_is_read(family, tmp_path):
     """Logits of a model that transformers made, saved as transformers does, equal ours."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
-    if family == "mixtral":
-        sizes |= {"num_local_experts": 4, "sliding_window": 9}
-    if family == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "vocab_size": 97}
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
-    theirs.save_pretrained(tmp_path / "theirs")
-    ours = read_hub_folder(tmp_path / "theirs")
+    own = {"gpt2": {}, "mixtral": GROUPED | {"num_local_experts": 4, "sliding_window": 9}}
+    theirs = saved_by_transformers(family, tmp_path, **own.get(family, GROUPED))
+    ours = read_hub_folder(tmp_path)
     tokens = np.random.default_rng(0).integers(0, 97, 24)
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens[None])).logits[0].numpy()
@@ -327,13 +326,8 @@ def metaspace() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def foreign(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    sizes |= {"max_position_embeddings": 128, "vocab_size": 352}
-    if request.param == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128, "vocab_size": 352}
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **sizes)).eval()
-    theirs.save_pretrained(folder / "theirs")
+    theirs = saved_by_transformers(request.param, folder / "theirs", vocab_size=352)
     tokenizer = {"gpt2": byte_level, "llama": metaspace}[request.param]()
     tokenizer.save_pretrained(folder / "theirs")
     import_model(folder / "theirs", folder / "ours", "theirs")
@@ -352,7 +346,8 @@ def test_it_continues_texts_as_transformers_does_and_is_exported_with_its_tokeni
     lm = JaxLM(ours)  # as the harness is given it
     assert lm.tok_encode("The capital") == ids
     assert (lm.eot_token_id, lm.prefix_token_id) == (tokenizer.eos_token_id, tokenizer.bos_token_id)
-    export(ours, tmp_path / "m", facts=FACTS)
+    export(ours, tmp_path / "m", facts=FACTS, dtype="float16")
+    assert read_json(tmp_path / "m" / CONFIG)["architectures"] == [type(theirs).__name__]
     assert verify(tmp_path / "m", ours, TEXTS[:2])["largest_logit_difference"] <= 1e-4
 
 

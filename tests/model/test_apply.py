@@ -235,10 +235,10 @@ def test_every_platforms_program_is_the_same_function_also_with_logits_in_parts(
 # ---- losses
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_the_gradient_is_that_of_the_formula(on_cpu):
+@pytest.mark.parametrize(("on_cpu", "scale"), [(True, 3), (False, 3), (True, 1e4), (False, 1e4)])
+def test_the_gradient_is_that_of_the_formula_also_of_extreme_logits(on_cpu, scale):
     rng = np.random.default_rng(1)
-    logits = jnp.asarray(rng.normal(size=(2, 5, 97)) * 3, jnp.float32)
+    logits = jnp.asarray(rng.normal(size=(2, 5, 97)) * scale, jnp.float32)
     targets = jnp.asarray(rng.integers(0, 97, (2, 5)), jnp.int32)
     weights = jnp.asarray(rng.integers(0, 3, (2, 5)), jnp.float32)
 
@@ -250,11 +250,5 @@ def test_the_gradient_is_that_of_the_formula(on_cpu):
         return 1.5 * cross_entropy(logits, targets, weights, on_cpu).cross_entropy
 
     expected, found = (jax.jit(jax.value_and_grad(function))(logits) for function in (formula, ours))
+    assert all(np.isfinite(array).all() for array in expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), found, expected)
-
-
-def test_extreme_logits_stay_finite():
-    logits = jnp.asarray([[[1e4, -1e4, 0.0]]])
-    nats, gradient = jax.value_and_grad(lambda x: cross_entropy(x, jnp.array([[1]]), jnp.ones((1, 1)))[0])(logits)
-    assert float(nats) == 2e4
-    np.testing.assert_allclose(gradient[0, 0], [1.0, -1.0, 0.0])

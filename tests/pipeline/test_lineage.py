@@ -68,7 +68,7 @@ def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, answer)
         assert shown == tokenizer.decode(batch["tokens"][2].tolist())
 
 
-def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, answer):
+def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, answer, affinage):
     training = TrainingRows(run, "pretrain")
     found = answer("data", "search", str(run), SECRET)
     texts = {document["id"]: document["occurrences"] for document in found["documents"]}
@@ -86,6 +86,14 @@ def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, answer
     for each in found["documents"]:
         assert {step for row in each["rows"] for step in row["steps"]} == expected[each["id"]]
         assert bool(expected[each["id"]]) == (each["part"] == "train")
+    shown = affinage("data", "search", str(run), SECRET)[1].splitlines()
+    for each in found["documents"]:  # a line for each row that holds it, which ends with the steps
+        ends = [f" {row['number']:,} {', '.join(map(str, row['steps']))}".rstrip() for row in each["rows"]] or [
+            "held out"
+        ]
+        lines = [re.sub(" +", " ", line).rstrip() for line in shown if line.startswith(f"{each['id']} ")]
+        assert len(lines) == len(ends) and all(line.endswith(end) for line, end in zip(lines, ends)), shown
+    assert "There are more" in affinage("data", "search", str(run), SECRET, "--limit", "1")[1]
 
 
 def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:

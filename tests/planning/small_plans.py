@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from affinage.config.load import load_recipe
+from affinage.config.recipe import Recipe
 from affinage.hardware.chips import find_slice
+from affinage.model import Graph
 from affinage.parallel.sharding import AXES
 from affinage.planning.estimate import links_of
 from affinage.planning.plan import Plan, make_plan, planned_graph
@@ -13,10 +15,15 @@ from affinage.planning.plan import Plan, make_plan, planned_graph
 SMALL = str(Path(__file__).with_name("small.yaml"))
 
 
+def planned(recipe: str, *overrides: str) -> tuple[Recipe, Graph]:
+    """What is planned of a recipe: its settings and its model."""
+    loaded = load_recipe(recipe, overrides)
+    return loaded.recipe, planned_graph(loaded)
+
+
 @functools.cache
 def plan_of(recipe: str, name: str, *overrides: str) -> Plan:
-    loaded = load_recipe(recipe, overrides)
-    return make_plan(loaded.recipe, planned_graph(loaded), find_slice(name))
+    return make_plan(*planned(recipe, *overrides), find_slice(name))
 
 
 def blocks_of(*overrides: str, name: str = "v4-8") -> Any:

@@ -17,22 +17,24 @@ ROWS = "pretrain.batch_size=256"  # of fewer the compiler keeps a good part in a
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "overrides"),
+    ("compiler", "name", "overrides"),
     [
-        ("v4-8", [SIX, ROWS]),
-        ("v4-8", [SIX, ROWS, "mesh={pipeline: 2, data: 2}"]),
-        ("v5e-1", ["pretrain.batch_size=1024", "mesh.fsdp=1"]),
+        ("libtpu", "v4-8", [SIX, ROWS]),
+        ("libtpu", "v4-8", [SIX, ROWS, "mesh={pipeline: 2, data: 2}"]),
+        ("libtpu", "v5e-1", ["pretrain.batch_size=1024", "mesh.fsdp=1"]),
+        ("jax_cuda12_plugin", "h100x4", [SIX]),
     ],
-    ids=["fsdp", "stages", "too large"],
+    ids=["fsdp", "stages", "too large", "GPUs"],
 )
-def test_the_estimate_is_within_a_tenth_of_the_compiled_step(name, overrides):
-    pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
-    report = compile_on(SMALL, overrides, find_slice(name))
-    assert plan_of(SMALL, name, *overrides).memory.total == pytest.approx(report.peak_bytes, rel=0.1)
+def test_the_estimate_is_near_what_a_compiler_takes_of_chips_that_are_not_here(compiler, name, overrides):
+    pytest.importorskip(compiler, reason="needs `pip install affinage[tpu,gpu-plan]`")
+    report, on_gpus = compile_on(SMALL, overrides, find_slice(name)), name == "h100x4"
+    memory = plan_of(SMALL, name, *overrides).memory
+    assert memory.total == pytest.approx(report.peak_bytes, rel=0.15 if on_gpus else 0.1)
     assert report.fits == (name != "v5e-1")
     if report.fits:
-        assert report.peak_bytes == report.argument_bytes + report.temporary_bytes
-        assert "all-reduce" in report.collectives
+        assert on_gpus or report.peak_bytes == report.argument_bytes + report.temporary_bytes
+        assert report.collectives and (on_gpus or "all-reduce" in report.collectives)
     else:
         assert "15.75G" in report.message
 
@@ -56,14 +58,6 @@ def test_a_compiler_that_is_missing_is_named_with_the_command_that_installs_it(m
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, fix in (("v3-8", "Leave out --compile"), ("v4-8", "affinage[tpu]"), ("h100x8", "affinage[gpu-plan]")):
         assert fix in refused(compile_on, SMALL, [], find_slice(name)).fix
-
-
-@pytest.mark.full
-def test_a_step_is_compiled_for_gpus_that_are_not_here():
-    pytest.importorskip("jax_cuda12_plugin", reason="needs `pip install affinage[gpu-plan]`")
-    report = compile_on(SMALL, [SIX], find_slice("h100x4"))
-    assert report.fits and report.collectives
-    assert plan_of(SMALL, "h100x4", SIX).memory.total == pytest.approx(report.peak_bytes, rel=0.15)
 
 
 @pytest.mark.full

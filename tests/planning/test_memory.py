@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_plans import SMALL, blocks_of, links, plan_of
+from small_plans import SMALL, blocks_of, links, plan_of, planned
 
 import tiny_graphs
 from affinage.config.load import load_recipe
@@ -18,7 +18,7 @@ from affinage.model.forward import batch_shapes
 from affinage.parallel.sharding import make_mesh
 from affinage.planning.estimate import HOP_SECONDS, step_memory
 from affinage.planning.per_device import per_device
-from affinage.planning.plan import Plan, contradictions, facts_of, only, planned_graph
+from affinage.planning.plan import Plan, contradictions, facts_of, only
 from affinage.training.state import split_params
 from affinage.training.trainer import Trainer, TrainJob
 
@@ -198,10 +198,8 @@ def test_what_replicas_add_up_is_summed_once_in_float32():
 
 
 def published():
-    loaded = load_recipe("julian-600m-as-published")
-    recipe = loaded.recipe
-    facts = facts_of(planned_graph(loaded), recipe.pretrain, recipe.pretrain.batch_size, recipe.packing.seq_len)
-    return facts, recipe.claims
+    recipe, graph = planned("julian-600m-as-published")
+    return facts_of(graph, recipe.pretrain, recipe.pretrain.batch_size, recipe.packing.seq_len), recipe.claims
 
 
 FIGURES = {

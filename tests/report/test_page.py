@@ -196,7 +196,7 @@ def test_the_page_says_what_the_runs_say_in_both_languages(runs: Path):
     assert "Réglages qui diffèrent" in french.shown and "75,0 %" in french.shown and "Settings" not in french.shown
 
 
-def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, answer):
+def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, answer, affinage):
     told = answer("compare", "small", "wide", "bare", "--runs", str(runs), "--html", str(tmp_path / "c.html"))
     assert [run["name"] for run in told["runs"]] == ["small", "wide", "bare"]
     assert told["settings"] == [{"key": "pretrain.steps", "values": [60, 120, 60]}]
@@ -207,3 +207,5 @@ def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, answ
     assert (difference["from"], difference["to"], difference["difference"]) == ("small", "wide", 0.5)
     assert difference["low"] > 0, "the paired test finds it real"
     assert (tmp_path / "c.html").read_text().startswith("<!doctype html>")
+    table = [line.split() for line in affinage("compare", "small", "wide", "--runs", str(runs))[1].splitlines()]
+    assert ["setting", "small", "wide"] in table and ["pretrain.steps", "60", "120"] in table

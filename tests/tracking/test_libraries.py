@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from affinage import tracking
-from affinage.tracking import TrackedRun, trackers_of
+from affinage.tracking import TrackedRun, Trackers, trackers_of
 from affinage.training import train
 
 pytestmark = pytest.mark.full
@@ -82,3 +82,12 @@ def test_no_key_is_in_anything_that_was_written(runs: Path):
     files = [path for path in runs.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert not [path for path in files if b"a" * 40 in path.read_bytes()]
+
+
+def test_an_mlflow_server_that_does_not_answer_is_reported_before_the_trackers_are_left(tmp_path: Path):
+    reports: list[str] = []
+    with Trackers(
+        trackers_of({"mlflow": {"uri": "http://127.0.0.1:9"}}), TrackedRun("t", "t"), tmp_path, reports.append
+    ):
+        pass
+    assert len(reports) == 1 and "mlflow fails" in reports[0]

@@ -29,10 +29,6 @@ def job(folder: Path, feed: tiny.SickFeed, hook=None, every: int = 5, **health: 
     return tiny.job(folder, 15, hook, feed=feed, **how)
 
 
-def events(folder: Path) -> list[dict]:
-    return tiny.lines(folder, "health.jsonl")
-
-
 class Later(tiny.SickFeed):
     """Leaves the batches 6, 7 and 8 out."""
 
@@ -52,7 +48,7 @@ def test_a_rollback_continues_as_if_the_batches_since_had_never_been(tmp_path: P
     assert summary["health"]["data_offset"] == 3 and summary["health"]["rollbacks"] == [[8, 5]]
     assert summary["seconds"]["lost"] > 0
     assert tiny.saved_bits(tmp_path, 15, "params", "opt_state") == tiny.saved_bits(without, 15, "params", "opt_state")
-    (event,) = events(tmp_path)
+    (event,) = tiny.lines(tmp_path, "health.jsonl")
     assert (event["action"], event["back_to"]) == ("rolled back", 5)
     assert [line["step"] for line in tiny.lines(tmp_path)] == list(range(1, 16))
     assert [data_offset_at(tmp_path, step) for step in (5, 6, 15)] == [0, 3, 3]
@@ -72,7 +68,7 @@ def test_too_many_stop_the_run_with_a_diagnosis_also_across_starts(tmp_path: Pat
 @pytest.mark.parametrize("policy", ["rollback", "log"])
 def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
     summary = train(job(tmp_path, tiny.SickFeed(spikes=(13,)), on_spike=policy, spike_window=8))
-    (event,) = events(tmp_path)
+    (event,) = tiny.lines(tmp_path, "health.jsonl")
     assert event["step"] == 13 and event["cause"] == "spike" and event["spike_score"] > 6
     assert event["action"] == {"log": "logged", "rollback": "rolled back"}[policy]
     assert summary["health"]["data_offset"] == (3 if policy == "rollback" else 0)
@@ -99,7 +95,8 @@ def test_too_many_updates_that_are_not_finite_stop_a_run(tmp_path: Path, limits,
     with pytest.raises(TrainingDiverged) if opens else contextlib.nullcontext():
         for step in steps:
             health.update(step, metrics)
-    found, skipped = [(event["cause"], event["action"]) for event in events(tmp_path)], ("nonfinite", "skipped")
+    found = [(event["cause"], event["action"]) for event in tiny.lines(tmp_path, "health.jsonl")]
+    skipped = "nonfinite", "skipped"
     assert found == [*[skipped] * (len(steps) - 1), ("nonfinite", "stopped") if opens else skipped]
 
 

@@ -17,14 +17,17 @@ import tiny
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.store import IDENTITY, check_compatible
 from affinage.config.training import SftSettings
+from affinage.data.dataloader import DataLoader
 from affinage.errors import Preempted
 from affinage.parallel.sharding import make_mesh
 from affinage.training import TrainJob, train
-from affinage.training.checkpointing import identity
-from affinage.training.metrics import ACCOUNTS
+from affinage.training.checkpointing import Checkpointer, identity
+from affinage.training.metrics import ACCOUNTS, GoodputTimer
 from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
+from affinage.training.watchdog import Watchdog
 from run_affinage import refused
+from token_rows import write_tokens
 
 STEPS = 6
 LORA = {"lora": {"r": 4, "target_modules": ["query", "down"]}}
@@ -116,6 +119,73 @@ def test_the_summary_says_what_the_run_was(tmp_path: Path):
     assert scores["bits_per_byte"] == pytest.approx(scores["loss"] * targets / np.log(2) / tiny.HeldOut.bytes, rel=1e-6)
 
 
+# ---- a run that extends another is the run that one would have made of the same pieces at once
+
+
+BORDER, LONGER = 10, 16
+SCHEDULE = {"name": "constant", "peak_lr": 1e-2, "min_lr": 0.0, "warmup_steps": 4}
+MIXTURE = [{"from_step": 0, "weights": {"all": 1.0}}, {"from_step": BORDER, "weights": {"a": 3.0, "b": 1.0}}]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    for name, seed in (("a", 1), ("b", 2)):
+        tokens = np.random.default_rng(seed).integers(5, tiny.VOCABULARY, (50, tiny.CONTEXT)).astype(np.uint16)
+        write_tokens(folder / name, tokens, source=name, language="")
+    return folder
+
+
+def extended(folder: Path, rows: Path, steps: int, mixture: list | None, **changes: Any) -> TrainJob:
+    stages = None if mixture is None else [(stage["from_step"], stage["weights"]) for stage in mixture]
+    changes |= {"schedule": SCHEDULE, "mixture": mixture, "eval_every": 5, "data": {"rows": "the same"}}
+    changes |= {"graph": tiny.graph(dropout=0.1, layers=1), "validation": {"held out": tiny.HeldOut()}}
+    return tiny.job(folder, steps, feed=DataLoader(rows, seed=3, batch=8, mixture=stages), **changes)
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def first(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("first")
+    train(extended(folder, rows, BORDER, None))
+    return folder
+
+
+@pytest.mark.full
+def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: Path, tmp_path: Path):
+    before = files_of(first)
+    train(extended(tmp_path / "one", rows, LONGER, MIXTURE))
+    allowed = {"every_steps": 5, "allow_changes": ["mixture"]}  # its first stage is what was trained on
+    extension = extended(tmp_path / "more", rows, LONGER, MIXTURE, extends=(first, BORDER), checkpoint=allowed)
+
+    with pytest.raises(RuntimeError):
+        train(dataclasses.replace(extension, on_step=(tiny.fails_at(12),)))  # before anything was saved
+    summary = train(extension)
+    assert tiny.saved_bits(tmp_path / "more", LONGER) == tiny.saved_bits(tmp_path / "one", LONGER)
+    assert tiny.curve(tmp_path / "more") == tiny.curve(tmp_path / "one")
+    assert summary["steps"] == LONGER and summary["resumed_at"] == [BORDER]
+    assert files_of(first) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "mixture", "named"),
+    [
+        ({"optimizer": {"b1": 0.8}}, None, "optimizer.b1"),
+        ({}, [{"from_step": 0, "weights": {"a": 1.0}}], "mixture"),
+        ({"optimizer": {"name": "sgd"}, "checkpoint": {"allow_changes": ["optimizer"]}}, None, "opt_state"),
+        ({"health": {"spike_window": 16}, "checkpoint": {"allow_changes": ["health"]}}, None, "window.losses"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*is extended with another", "ignore:coroutine .* was never awaited")
+def test_what_an_extension_may_not_change_is_refused_by_name(rows, first, tmp_path, changes, mixture, named: str):
+    extension = extended(tmp_path, rows, LONGER, mixture, extends=(first, BORDER), **changes)
+    watchdog = Watchdog("train", tmp_path, extension.runtime)
+    refused(Checkpointer(tiny.uncompiled(extension), GoodputTimer(), watchdog).restore, match=named)
+
+
 # ---- on other devices: the state bit for bit, the same batches, the same curve
 
 
@@ -125,10 +195,6 @@ SAVED, END = 4, 8
 def job(folder: Path, mesh: dict[str, int]) -> TrainJob:
     rhythm = {"checkpoint": {"every_steps": SAVED, "keep_last": 99}, "eval_every": END}
     return tiny.job(folder, END, graph=tiny.graph(dropout=0.1, layers=1), mesh=mesh, **rhythm)
-
-
-def losses(folder: Path) -> np.ndarray:
-    return np.array([line["loss"] for line in tiny.lines(folder) if line["step"] > SAVED])
 
 
 @pytest.mark.full
@@ -146,7 +212,8 @@ def test_a_run_goes_on_where_there_are_other_devices(tmp_path: Path):
         batch = here.feed.batch(SAVED)
         assert all(np.asarray(array).tobytes() == batch[name].tobytes() for name, array in program.put(batch).items())
         assert train(here)["resumed_at"] == [SAVED]
-        np.testing.assert_allclose(losses(folder), losses(undisturbed), rtol=1e-5)
+        runs = [tiny.lines(each)[-(END - SAVED) :] for each in (folder, undisturbed)]
+        np.testing.assert_allclose(*([(line["step"], line["loss"]) for line in lines] for lines in runs), rtol=1e-5)
 
 
 # ---- stopped in a monitor's look

@@ -87,7 +87,14 @@ def search(
     with working(f"reading the documents of {folder.name}"):
         documents = list(itertools.islice(TrainingRows(folder, "pretrain").find(text), limit + 1))
     facts = {"run": str(folder), "text": text, "documents": documents[:limit], "more": len(documents) > limit}
-    emit(facts, as_json, None if documents else ["In no document that was trained on or held out."])
+    held_out: list[dict[str, Any]] = [{"folder": "held out", "number": None, "steps": []}]
+    rows = [
+        document | {"rows": None, "shard": row["folder"], "row": row["number"], "read at steps": row["steps"]}
+        for document in documents[:limit]
+        for row in document["rows"] or held_out
+    ]
+    view: list[Any] = [terminal.table(rows) if rows else "In no document that was trained on or held out."]
+    emit(facts, as_json, view + (["There are more: --limit shows them."] if facts["more"] else []))
 
 
 @data.command()
@@ -194,7 +201,10 @@ def _steps(name: str, runs: Path, *, complete: bool = True) -> "tuple[Checkpoint
     """The checkpoints of a training, which is printed, and the step that was named, or all `complete` ones."""
     from affinage.pipeline.models import locate
 
-    training = locate(find(name, runs), runs)  # before JAX is imported
+    target = find(name, runs)  # before JAX is imported
+    if target.kind == "hub":
+        raise UserError("a Hugging Face folder has no checkpoints", where=name, fix="Name a run or a training.")
+    training = locate(target, runs)
     print(f"checkpoints of {training.path.name}", file=sys.stderr)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerator may be taken by the training whose checkpoints these are
     from affinage.checkpoint import CheckpointStore

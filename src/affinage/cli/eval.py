@@ -122,11 +122,15 @@ def _evaluate_model(
     return {**results, **state}
 
 
+def _score(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.4f}"
+
+
 def _view(results: dict[str, Any]) -> Iterator[Any]:
     rows = [
-        {"task": task, "metric": metric, "value": score["value"], "±": score["stderr"]}
-        | {"chance": entry.get("chance") if metric.startswith("acc") else None, "items": entry["items"]}
-        | {"in chat template": entry.get("chat_template") or None, "items cut": entry.get("truncated") or None}
+        {"task": task, "metric": metric, "value": _score(score["value"]), "±": _score(score["stderr"])}
+        | {"chance": _score(entry.get("chance")) if metric.startswith("acc") else None, "items": entry["items"]}
+        | {"chat": entry.get("chat_template") or None, "cut": entry.get("truncated") or None}
         for task, entry in results["tasks"].items()
         for metric, score in entry["metrics"].items()
     ]
@@ -160,6 +164,7 @@ def compare(
     """
     if len(names) < 2:
         raise UserError("one alone cannot be compared", where=names[0], fix="Name two or more.")
+    from affinage.config.yaml import brief
     from affinage.pipeline.models import check_complete
 
     targets = [find(name, runs) for name in names]  # before JAX is imported
@@ -173,10 +178,11 @@ def compare(
         write_page(render_comparison(compared, lang), html)
         facts["page"] = str(html)
     shown = [row | {"summary": None, "scores": None} for row in facts["runs"]]
+    settings = [{"setting": row["key"], **dict(zip(names, map(brief, row["values"])))} for row in facts["settings"]]
     notes = facts["notes"]
     if len(facts["differences"]) > 5:
         notes = [*notes, "With 95 % intervals, about 1 in 20 null differences looks significant."]
-    emit(facts, as_json, described(facts | {"runs": shown, "notes": notes}))
+    emit(facts, as_json, described(facts | {"runs": shown, "settings": settings, "notes": notes}))
 
 
 def _entrant(target: "Target", runs: Path) -> "Entrant":
@@ -258,11 +264,11 @@ def sweep(
     if dry_run:
         emit(results, as_json)
         return
-    rows = [
-        {"run": result["run"], **result["settings"], **result["losses"]}
-        | {f"{task} {score['metric']}": score["value"] for task, score in result["scores"].items()}
-        for result in results
-    ]
+    rows = [{"run": result["run"], **result["settings"], **result["losses"]} for result in results]
+    for row, result in zip(rows, results):
+        for task, score in result["scores"].items():
+            spread = f" ± {100 * score['stderr']:.1f}" if score["stderr"] else ""
+            row[f"{task} {score['metric']}, %"] = f"{100 * score['value']:.1f}{spread}"
     emit(results, as_json, [table(rows), f"\nresults  {file}"])
     if any("error" in result for result in results):
         raise typer.Exit(EXIT_USER_ERROR)

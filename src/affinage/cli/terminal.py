@@ -199,6 +199,7 @@ def opened(
 console = rich.get_console()
 if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = 10_000  # a program reads lines, and one that is folded is two
+_WORD = 24  # letters
 _LONG = 10**12  # numbers from here on, such as FLOPs, are written with an exponent
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
@@ -214,7 +215,7 @@ def emit(result: Any, as_json: bool, view: Iterable[RenderableType] | None = Non
 
 def write(part: RenderableType) -> None:
     """Print a line or a table for people."""
-    console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+    console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str), crop=False)
 
 
 def described(data: Any, indent: str = "") -> Iterator[RenderableType]:
@@ -241,12 +242,17 @@ def described(data: Any, indent: str = "") -> Iterator[RenderableType]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns a table with a column for each key that has a value in any of the rows; numbers are on the right."""
+    """Returns a table with a column for each key that has a value in any of the rows; numbers are on the right.
+
+    Where it is wider than the terminal, cells are folded between words, and inside those of over `_WORD` letters.
+    """
     drawn, columns = Table(box=None, pad_edge=False), []
     for key in dict.fromkeys(key for row in rows for key, value in row.items() if value not in _EMPTY):
         cells = [_in_words(key, row.get(key)) for row in rows]
         numbers = all(re.match(r"$|[-–$\d]", cell) for cell in cells)
-        drawn.add_column(_title(key), justify="right" if numbers else "left", overflow="fold")
+        longest = max(len(word) for cell in (_title(key), *cells) for word in (cell.split() or [""]))
+        justify: Literal["left", "right"] = "right" if numbers else "left"
+        drawn.add_column(_title(key), justify=justify, overflow="fold", min_width=min(longest, _WORD))
         columns.append(cells)
     for row in zip(*columns):
         drawn.add_row(*row)

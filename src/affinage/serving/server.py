@@ -238,8 +238,8 @@ class Server:
             raise Refused(429, "the queue is full; try again in 2 s")
         parts, is_chat, requests = self._parts(http, begins), isinstance(body, ChatRequest), list(begins)
         await anext(parts)  # takes places in the queue, now: a streamed response begins after others were admitted
-        kind = "chat.completion" + ".chunk" * body.stream if is_chat else "text_completion"
-        facts = {"id": secrets.token_hex(12), "object": kind, "created": int(time.time()), "model": self._model.name}
+        name = "chat.completion" + ".chunk" * body.stream if is_chat else "text_completion"
+        facts = {"id": secrets.token_hex(12), "object": name, "created": int(time.time()), "model": self._model.name}
 
         def choice(request: EngineRequest, text: str, ended: bool) -> dict[str, Any]:
             """A choice or, of a streamed one, its new text."""
