@@ -17,6 +17,8 @@ from pathlib import Path, PurePosixPath
 from werkzeug import Request, Response
 from werkzeug.serving import make_server
 
+from source_forms import bytes_of
+
 _STORED_APART = (".parquet", ".safetensors", ".gz")
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+?)(?:/(revision|tree|paths-info)(.*))?")
 _FILE = re.compile(r"(?:/(datasets))?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
@@ -57,7 +59,7 @@ class Hub:
     def commit(self, name: str, files: Mapping[str, bytes] | Path) -> str:
         """Make these the files of `datasets/OWNER/NAME` or `models/OWNER/NAME`, and return the id of the commit."""
         if isinstance(files, Path):
-            files = {str(file.relative_to(files)): file.read_bytes() for file in files.rglob("*") if file.is_file()}
+            files = bytes_of(files)
         commits = self.repositories.setdefault(name, {})
         id = _blob(repr((len(commits), sorted((path, _blob(content)) for path, content in files.items()))).encode())
         commits[id] = dict(files)
@@ -69,18 +71,13 @@ class Hub:
         commit = [*commits][-1] if revision == "main" else revision
         return commit, commits[commit]
 
-    def fails(self, path: str) -> Fault | None:
-        """The fault of a request, counted."""
-        with self._lock:
-            fault = next((one for one in self.faults if one.times > 0 and re.search(one.path, path)), None)
-            if fault is not None:
-                fault.times -= 1
-            return fault
-
     def answer(self, request: Request, apart: bool) -> Response:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ") or None
         self.requests.append(SeenRequest(request.path, token, request.headers.get("Range"), apart))
-        fault = self.fails(request.path)
+        with self._lock:
+            fault = next((one for one in self.faults if one.times > 0 and re.search(one.path, request.path)), None)
+            if fault is not None:
+                fault.times -= 1
         if fault is not None:
             time.sleep(fault.silence)
             if fault.status:
@@ -99,7 +96,7 @@ class Hub:
 
     def stored(self, digest: str) -> bytes:
         """A large file of any repository, by its SHA-256."""
-        commits = [files for repository in self.repositories.values() for files in repository.values()]
+        commits = (files for repository in self.repositories.values() for files in repository.values())
         contents = (content for files in commits for content in files.values())
         return next(content for content in contents if hashlib.sha256(content).hexdigest() == digest)
 

@@ -23,10 +23,10 @@ WORDS = {
 
 def prose(language: str, number: int, sentences: int = 6) -> str:
     """Distinct text in a language, of about 100 characters a sentence."""
-    words = WORDS[language].split()
-    lines = []
+    words, lines = WORDS[language].split(), []
     for k in range(sentences):
-        turned = words[(number * 7 + k * 3) % len(words) :] + words[: (number * 7 + k * 3) % len(words)]
+        first = (number * 7 + k * 3) % len(words)
+        turned = words[first:] + words[:first]
         lines.append(f"{' '.join(turned).capitalize()} {number * 1009 + k * 31}.")
     return " ".join(lines)
 
@@ -44,12 +44,11 @@ def web_archive(pages: list[tuple[str, bytes, str, str]], *, gzipped: bool = Tru
 
 def html(title: str, paragraphs: list[str]) -> bytes:
     body = "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
-    page = (
+    return (
         f"<html><head><title>{title}</title><style>p {{color: red}}</style><script>var hidden = 1;</script></head>"
         f"<body><nav><a href='/'>Home</a> <a href='/about'>About us</a></nav><main><h1>{title}</h1>{body}</main>"
         "<footer>All rights reserved</footer></body></html>"
-    )
-    return page.encode()
+    ).encode()
 
 
 def page(id: int, title: str, text: str, *, ns: int = 0, redirect: bool = False) -> str:
@@ -76,8 +75,7 @@ def dump_streams(language: str, groups: list[list[str]]) -> list[bytes]:
 
 def book(number: int, language: str) -> str:
     """A book in the form of Project Gutenberg's plain text files."""
-    heading = {"English": "CHAPTER", "French": "CHAPITRE"}[language]
-    code = {"English": "en", "French": "fr"}[language]
+    heading, code = {"English": ("CHAPTER", "en"), "French": ("CHAPITRE", "fr")}[language]
     parts = "\n\n".join(f"{heading} {n}\n\n{prose(code, number * 50 + k)}" for k, n in enumerate(("I", "II", "III")))
     return (
         f"\ufeffThe Project Gutenberg eBook of A Tale\n\nTitle: A Tale\n\nAuthor: Nobody\n\n"
@@ -88,10 +86,17 @@ def book(number: int, language: str) -> str:
     )
 
 
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    """A folder of files, some of them in folders within it."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-    return path
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    return write_files(path.parent, {path.name: lines}) / path.name
 
 
 def write_documents(folder: Path, rows: list[dict], files: int = 1) -> Path:
@@ -101,6 +106,18 @@ def write_documents(folder: Path, rows: list[dict], files: int = 1) -> Path:
             for k in range(part, len(rows), files):
                 writer.add(**{"id": f"d{k}", "source": "s"} | rows[k])
     return folder
+
+
+def split_of(folder: Path, train: Iterable[str], validation: Iterable[str] = (), language: str = "en") -> Path:
+    """A split of texts of one source."""
+    for part, texts in (("train", train), ("validation", validation)):
+        write_documents(folder / part, [{"text": text, "language": language} for text in texts])
+    return folder
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import strategies as st
 
 from affinage.data import documents as documents_at_rest
 from affinage.data.documents import DocumentWriter
@@ -38,6 +39,12 @@ TRICKY = [
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
     "------------------========",
 ]
+
+
+def texts_with(*pieces: str, without: str = "\u2581\U0010fffe\U0010ffff", most: int = 12) -> st.SearchStrategy[str]:
+    """Texts of single characters as often as of the pieces."""
+    characters = st.characters(exclude_characters=without, exclude_categories=["Cs"])
+    return st.lists(st.one_of(characters, st.sampled_from(pieces)), max_size=most).map("".join)
 
 
 def sentence(rng: random.Random, language: str) -> str:

@@ -12,18 +12,21 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from affinage.data.tokenizer import Tokenizer
+from source_forms import write_files
 
-MISTRAL = """{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+PIECES = {  # of tokenizers as SentencePiece's, in which </s> ends a turn
+    "mistral": """{{ bos_token }}{% for message in messages %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
 {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
 {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}\
-{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"""
-ZEPHYR = """{% for message in messages %}
+{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}""",
+    "zephyr": """{% for message in messages %}
 {{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token }}
 {% if loop.last and add_generation_prompt %}
 {{ '<|assistant|>' }}
 {% endif %}
-{% endfor %}"""
-PIECES = {"mistral": MISTRAL, "zephyr": ZEPHYR}  # of tokenizers as SentencePiece's, in which </s> ends a turn
+{% endfor %}""",
+}
 _FOLDER = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.jinja"))} | PIECES
 SPECIAL = re.compile(
@@ -77,11 +80,9 @@ def folder_of(kind: str) -> Path:
         fast.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in ("<think>", "</think>")])
     told = json.loads(fast.to_str())
     told["added_tokens"] = [token for token in told["added_tokens"] if not token["content"].startswith("<0x")]
-    folder = Path(mkdtemp(prefix="affinage-test-"))
-    (folder / "tokenizer.json").write_text(json.dumps(told))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    files = {"tokenizer.json": json.dumps(told), "tokenizer_config.json": json.dumps(config)}
+    return write_files(Path(mkdtemp(prefix="affinage-test-")), files)
 
 
 def with_template(source: str, kind: str = "bytes") -> Tokenizer:

@@ -18,7 +18,7 @@ from affinage.data import ingest as ingesting
 from affinage.data import readers
 from affinage.data.files import version_of
 from run_affinage import refused
-from source_forms import collected, write_lines
+from source_forms import collected, write_files, write_lines
 
 LINES = [{"text": "first text", "id": "x1"}, {"text": "deuxième texte"}]
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -44,14 +44,10 @@ def test_json_lines_of_any_compression(tmp_path, suffix):
 
 
 def test_a_folder_is_read_recursively_in_sorted_order_and_what_is_no_text_is_counted(tmp_path):
-    folder = tmp_path / "my_texts"
-    (folder / "sub").mkdir(parents=True)
-    for name in ("b.md", "a.txt", "sub/c.txt", ".hidden.txt", "picture.png"):
-        (folder / name).write_text(f"text of {name}\n")
-    files = {"latin1.txt": b"d\xe9j\xe0", "binary.txt": b"\x7fELF\0\0\0", "utf16.txt": "fenêtre".encode("utf-16")}
-    for name, content in (files | {"a.jsonl": b"", "empty.txt": b"", "blank.jsonl": b"\n\n"}).items():
-        (folder / name).write_bytes(content)
-    summary, rows = run(tmp_path, str(folder) + "/")
+    files = {name: f"text of {name}\n" for name in ("b.md", "a.txt", "sub/c.txt", ".hidden.txt", "picture.png")}
+    files |= {"latin1.txt": b"d\xe9j\xe0", "binary.txt": b"\x7fELF\0\0\0", "utf16.txt": "fenêtre".encode("utf-16")}
+    files |= {"a.jsonl": b"", "empty.txt": b"", "blank.jsonl": b"\n\n"}
+    summary, rows = run(tmp_path, f"{write_files(tmp_path / 'my_texts', files)}/")
     assert [row["id"] for row in rows] == ["a.txt", "b.md", "sub/c.txt"]
     empty = {"language": "", "language_score": None, "url": "", "license": ""}
     assert rows[0] == {"id": "a.txt", "source": "my_texts", **empty, "text": "text of a.txt\n"}
@@ -60,9 +56,7 @@ def test_a_folder_is_read_recursively_in_sorted_order_and_what_is_no_text_is_cou
 
 
 def test_globs_roots_names_and_urls(tmp_path):
-    (tmp_path / "books").mkdir()
-    for name in ("one.txt", "two.txt", "odd[1].txt", "notes.md"):
-        (tmp_path / "books" / name).write_text(name)
+    write_files(tmp_path / "books", dict.fromkeys(("one.txt", "two.txt", "odd[1].txt", "notes.md"), "words"))
     _, rows = run(tmp_path, "books/*.txt", {"path": "books/odd[1].txt", "name": "odd"}, root=str(tmp_path))
     found = [(row["source"], row["id"]) for row in rows]
     assert found == [*(("books", f"{name}.txt") for name in ("odd[1]", "one", "two")), ("odd", "odd[1].txt")]
@@ -118,35 +112,29 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
 @pytest.mark.parametrize("suffix", ["", ".bz2", ".zst"])
 def test_a_huge_line_is_never_held(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1_000_000)
-    long = b'{"text": "before"}\n{"text": "' + b"x" * 30_000_000 + b'"}\n{"text": "after"}\n'
     path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(COMPRESS[suffix](long))
-    del long
+    path.write_bytes(COMPRESS[suffix](jsonl([{"text": text} for text in ("before", "x" * 30_000_000, "after")])))
     tracemalloc.start()
     summary, rows = run(tmp_path, str(path))
-    peak = tracemalloc.get_traced_memory()[1]
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
     tracemalloc.stop()
-    assert peak < 20_000_000
     assert [row["text"] for row in rows] == ["before", "after"] and summary["removed"] == {"too large": 1}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        *((name, None, "data.sources[0]: no such file") for name in ("nowhere.jsonl", "*.jsonl")),
-        ("picture.png", b"x", "data.sources[0]: no such file"),
-        ("a.jsonl", b"", "no document"),
-        ("a.jsonl", b'{"body": "x", "n": 1}\n', "body, n"),
-        ("a.jsonl", b"plain words\nmore", "not JSON"),
-        ("a.jsonl.gz", gzip.compress(jsonl(), mtime=0)[:-12], "cut off"),
-        ("a.jsonl.zst", zstandard.compress(jsonl())[:-6], "Truncated"),
-        ("b.jsonl.gz", b"this is not gzip", "damaged"),
-        ("b.jsonl.zst", b"this is not zstd", "damaged"),
-        ("a.parquet", b"PAR1 not really", "damaged"),
-        ("a.txt", b"\x00\x01\x02", "binary"),
-        ("a.txt", "été".encode("latin1"), "iconv"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "told"), [
+    *((name, None, "data.sources[0]: no such file") for name in ("nowhere.jsonl", "*.jsonl")),
+    ("picture.png", b"x", "data.sources[0]: no such file"),
+    ("a.jsonl", b"", "no document"),
+    ("a.jsonl", b'{"body": "x", "n": 1}\n', "body, n"),
+    ("a.jsonl", b"plain words\nmore", "not JSON"),
+    ("a.jsonl.gz", gzip.compress(jsonl(), mtime=0)[:-12], "cut off"),
+    ("a.jsonl.zst", zstandard.compress(jsonl())[:-6], "Truncated"),
+    ("b.jsonl.gz", b"this is not gzip", "damaged"),
+    ("b.jsonl.zst", b"this is not zstd", "damaged"),
+    ("a.parquet", b"PAR1 not really", "damaged"),
+    ("a.txt", b"\x00\x01\x02", "binary"),
+    ("a.txt", "été".encode("latin1"), "iconv"),
+])  # fmt: skip
 def test_an_unusable_source_is_one_message(tmp_path, name, content, told):
     if content is not None:
         (tmp_path / name).write_bytes(content)

@@ -13,12 +13,11 @@ from template_forms import PLAIN, REASONED, REFUSED, SOURCES, TALKS, folder_of, 
 from affinage.data.chat import encode_conversation, encode_prompt
 from affinage.data.special_tokens import CONTROL_PIECES
 from affinage.data.tokenizer import Tokenizer
+from tiny_corpus import texts_with
 
 TAG = re.compile(r"</?\w+>")
 SPELLED = [*CONTROL_PIECES, "<｜User｜>", "＜|im_start|＞", "<|eot_id|>", "<0x41>", "<", "|>", "\uf8ff", "im_end", " "]
-texts = st.lists(
-    st.one_of(st.characters(exclude_characters="\u2581\U0010fffe\U0010ffff"), st.sampled_from(SPELLED)), max_size=12
-).map("".join)
+texts = texts_with(*SPELLED)
 
 
 @pytest.fixture(scope="module", params=["bpe", "characters", "bytes", "pieces"])

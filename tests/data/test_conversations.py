@@ -14,7 +14,7 @@ from affinage.config.training import SftSettings
 from affinage.data.conversations import check_source, open_source, parse_pair, read_examples
 from affinage.errors import UserError
 from run_affinage import refused
-from source_forms import write_lines
+from source_forms import write_files, write_lines
 
 QUESTION, ANSWER, WORSE = ({"role": role, "content": text} for role, text in
                            (("user", "q"), ("assistant", "a"), ("assistant", "b")))  # fmt: skip
@@ -65,9 +65,8 @@ def test_published_forms_are_read_and_their_text_is_normalized(tmp_path: Path):
 def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Path):
     talks = [[{**QUESTION, "content": f"q{i}"}, ANSWER] for i in range(3)]
     lines = "".join(json.dumps({"id": i, "messages": talk}) + "\n" for i, talk in enumerate(talks)).encode()
-    (tmp_path / "a.jsonl").write_bytes(lines)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
-    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines))
+    packed = {"b.jsonl.gz": gzip.compress(lines), "c.jsonl.zst": zstandard.compress(lines)}
+    write_files(tmp_path, {"a.jsonl": lines} | packed)
     pq.write_table(pa.table({"messages": talks}), tmp_path / "d.parquet")
     assert list(read(tmp_path)) == talks * 4
     assert len(list(read(tmp_path / "[ab].jsonl*"))) == 6
@@ -77,17 +76,14 @@ def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Pat
 
 
 CALL = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
+NO_TEXT = [{"type": "image", "url": "x"}, {"type": "text"}, {"type": "text", "text": None}, {"text": "y"}, "y"]
 BAD = [
     {"text": "x"},
     {"messages": []},
     {"messages": [QUESTION, SYSTEM]},
     {"messages": [{"role": "tool", "content": "x"}]},
     {"prompt": "x", "completion": None},
-    {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-    *(
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
-        for part in ({"type": "text"}, {"type": "text", "text": None}, {"text": "y"}, "y")
-    ),
+    *({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]} for part in NO_TEXT),
     {"messages": [{"role": "user", "content": "x", "reasoning": ["y"]}]},
     {"messages": [*TALK, CALL]},
     {"conversations": [{"from": "gpt", "value": "", "function_call": {"name": "f"}}]},
@@ -112,9 +108,9 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path, name: str):
 
 def test_two_sources_of_one_name_are_refused_beside_a_mixture(tmp_path: Path):
     write_lines(tmp_path / "a.jsonl", [{"messages": TALK}])
-    given = {"steps": 1, "sources": [{"path": str(tmp_path / "a.jsonl"), "name": "talk"}] * 2}
-    check_source(SftSettings.model_validate(given), 1)
-    mixed = SftSettings.model_validate(given | {"mixture": {"talk": 1}})
+    alike = {"steps": 1, "sources": [{"path": str(tmp_path / "a.jsonl"), "name": "talk"}] * 2}
+    plain, mixed = (SftSettings.model_validate(alike | more) for more in ({}, {"mixture": {"talk": 1}}))
+    check_source(plain, 1)
     check_source(mixed, 0)
     refused(check_source, mixed, 1, match="talk")
 

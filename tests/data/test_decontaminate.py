@@ -19,7 +19,7 @@ from affinage.data import decontaminate as step
 from affinage.data.decontaminate import BenchmarkItem, ItemIndex, contaminated, read_items, write_items
 from affinage.data.special_tokens import BOS, EOS, PAD
 from run_affinage import refused
-from source_forms import rows_of, write_documents
+from source_forms import rows_of, write_documents, write_files
 from tiny_models import tokenizer
 from token_rows import write_tokens
 
@@ -103,24 +103,20 @@ def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
 
 def test_items_from_files(tmp_path):
     lines = '{"id": "q1", "question": "Qui ?", "choices": {"text": ["a", "b"], "n": 3}}\n\n{"x": "y"}\n'
-    (tmp_path / "quiz.jsonl").write_text(lines)
-    (tmp_path / "quiz.txt").write_text("one\n\ntwo\n")
+    bad = {"bad.jsonl": "{}\nno json\n", "deep.jsonl": "[" * 100_000 + "\n"}
+    write_files(tmp_path, {"quiz.jsonl": lines, "quiz.txt": "one\n\ntwo\n"} | bad)
     expected = [BenchmarkItem("quiz.jsonl", *item) for item in (("q1", ("q1", "Qui ?", "a", "b")), ("2", ("y",)))]
     assert list(read_items(str(tmp_path / "quiz.jsonl"))) == expected
     assert [item.texts for item in read_items(str(tmp_path / "quiz.txt"))] == [("one",), ("two",)]
-    (tmp_path / "bad.jsonl").write_text("{}\nno json\n")
-    (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n")
-    for name in ("bad.jsonl", "deep.jsonl", "none.txt", "x.csv"):
+    for name in (*bad, "none.txt", "x.csv"):
         refused(list, read_items(str(tmp_path / name)), match=name)
 
 
-PLACES = "the capital of France is Paris and its river the Seine runs through nineteen bridges to the sea".split()
-
-
 def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
+    words = "the capital of France is Paris and its river the Seine runs through nineteen bridges to the sea".split()
     draw = np.random.default_rng(0)
-    texts = [" ".join(draw.choice(PLACES, 30)) for _ in range(40)]
-    told = [(" ".join(draw.choice(PLACES, 9)), "too short") for _ in range(20)]
+    texts = [" ".join(draw.choice(words, 30)) for _ in range(40)]
+    told = [(" ".join(draw.choice(words, 9)), "too short") for _ in range(20)]
     told += [(text.upper().replace(" ", ", ", 3)[5:60],) for text in texts[:6]]
     items = [BenchmarkItem("quiz", str(n), one) for n, one in enumerate([*told, ("a run of words in many texts",)])]
     texts += ["Here is A Run of words: in many texts."] * 3  # more than `boilerplate`: it tells nothing

@@ -142,32 +142,26 @@ def test_presets():
             SourceSettings(**wrong)
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """A Hub with one dataset, that this process takes for the Hub."""
-    with hub_server.serving() as hub:
-        hub.commit("datasets/some/data", {"a.jsonl": b"{}"})
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        for module in ("constants", "hf_api.constants"):
-            monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", hub.address)
-        yield hub
+CODE = "X-Error-Code"
+REFUSALS = {
+    "silent": (Fault("auth-check", silence=60), "timed out", "data.mirror"),
+    "cut": (Fault("api/datasets", cut=0, times=9), "cannot be reached", "data.mirror"),
+    "busy": (Fault("api/datasets", 503, times=9), "503", "again"),
+    "unknown": (Fault("api/datasets", 404, {CODE: "RepoNotFound"}), "does not give", "hf auth login"),
+    "gated": (Fault("auth-check", 403, {CODE: "GatedRepo"}), "gated", "datasets/some/data, then log in"),
+    "revision": (Fault("api/datasets", 404, {CODE: "RevisionNotFound"}), "at revision 'v2'", "datasets/some/data"),
+    "no-token": (Fault("api/datasets", 401), "401", "HF_TOKEN"),
+}
 
 
-@pytest.mark.parametrize(
-    ("fault", "words", "fix"),
-    [
-        (Fault("auth-check", silence=60), "timed out", "data.mirror"),
-        (Fault("api/datasets", cut=0, times=9), "cannot be reached", "data.mirror"),
-        (Fault("api/datasets", 503, times=9), "503", "again"),
-        (Fault("api/datasets", 404, {"X-Error-Code": "RepoNotFound"}), "does not give", "hf auth login"),
-        (Fault("auth-check", 403, {"X-Error-Code": "GatedRepo"}), "gated", "datasets/some/data, then log in"),
-        (Fault("api/datasets", 404, {"X-Error-Code": "RevisionNotFound"}), "at revision 'v2'", "datasets/some/data"),
-        (Fault("api/datasets", 401), "401", "HF_TOKEN"),
-    ],
-    ids=["silent", "cut", "busy", "unknown", "gated", "revision", "no-token"],
-)
-def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix, monkeypatch):
-    hub.faults[:] = [fault]
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_the_hub_refuses_is_one_message(server, refusal, monkeypatch):
+    fault, words, fix = REFUSALS[refusal]
+    server.commit("datasets/some/data", {"a.jsonl": b"{}"})
+    server.faults[:] = [fault]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for module in ("constants", "hf_api.constants"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", server.address)
     monkeypatch.setattr(readers, "limit_requests", partial(limit_requests, 0.5))
     settings = SourceSettings(dataset="some/data", revision="v2" if "revision" in words else "")
     error = refused(at_commit, settings, "data.sources[0]")

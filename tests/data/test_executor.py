@@ -20,7 +20,7 @@ from affinage.data.ingest import ingest
 from affinage.data.split import split
 from affinage.errors import TransientError, UserError
 from run_affinage import refused
-from source_forms import write_lines
+from source_forms import bytes_of, write_lines
 
 
 def squared(number: int) -> int:
@@ -87,8 +87,7 @@ def test_a_passing_error_of_the_network_is_tried_again_and_then_transient(monkey
 def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Executor) -> tuple:
     """The summaries of all steps, and the bytes of all that they write. A step that is interrupted is called again."""
     source = {"path": str(lines), "language": "en", "trust_language": True, "name": "s"}
-    steps = ("collected", "clean", "unique", "clear", "split")
-    collected, cleaned, unique, clear, out = (folder / step for step in steps)
+    collected, cleaned, unique, clear, out = (folder / f"step-{number}" for number in range(5))
     summaries = []
     for step in (
         partial(ingest, DataSettings(sources=[source]), collected, executor=executor),
@@ -103,8 +102,7 @@ def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Execu
                 break
             except KeyboardInterrupt:
                 assert list(folder.rglob("completions/*.json"))
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return summaries, {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return summaries, bytes_of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +134,7 @@ def test_every_step_gives_what_one_process_gives(executor, by_one, tmp_path):
 
 def test_interruptions_change_nothing_and_finished_work_is_kept(by_one, tmp_path):
     lines, items, expected = by_one
-    shares = []
+    shares, whole = [], []
 
     def dying(share: str) -> None:
         shares.append(share)
@@ -144,6 +142,5 @@ def test_interruptions_change_nothing_and_finished_work_is_kept(by_one, tmp_path
             raise KeyboardInterrupt
 
     assert chain(lines, tmp_path / "out", items, Executor(1, dying)) == expected
-    whole = []
     chain(lines, tmp_path / "whole", items, Executor(1, whole.append))
     assert len(whole) <= len(shares) < 1.5 * len(whole), "what was complete is not done again"

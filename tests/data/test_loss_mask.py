@@ -95,21 +95,15 @@ def trained_text(ids, trained, tokenizer) -> str:
 
 @pytest.mark.parametrize("turns", [slice(2), slice(2, 4)])
 def test_reasoning_within_the_content_is_trained_as_if_it_stood_beside_it(turns: slice):
-    within, beside = (
-        encode_conversation(talk[turns], ours("qwen3"), "") for talk in (forms.THOUGHTFUL, forms.REASONED)
-    )
-    assert within == beside
-
-
-SHY = ("message.content +", "(message.content if loop.last else message.content.split('</think>')[-1]) +")
+    within, beside = (talk[turns] for talk in (forms.THOUGHTFUL, forms.REASONED))
+    assert encode_conversation(within, ours("qwen3"), "") == encode_conversation(beside, ours("qwen3"), "")
 
 
 def test_an_answer_is_trained_only_where_the_text_has_it_as_it_was_said():
-    tokenizer = with_template(SOURCES["qwen2_5"].replace(*SHY))
+    shy = "(message.content if loop.last else message.content.split('</think>')[-1]) +"
+    tokenizer = with_template(SOURCES["qwen2_5"].replace("message.content +", shy))
     talk = [*PLAIN[:2], PLAIN[0], forms.THOUGHTFUL[1], PLAIN[0], PLAIN[3]]
-    first, second, thought = (
-        message["content"] + "<|im_end|>" for message in (PLAIN[1], PLAIN[3], forms.THOUGHTFUL[1])
-    )
+    first, second, thought = (each["content"] + "<|im_end|>" for each in (PLAIN[1], PLAIN[3], forms.THOUGHTFUL[1]))
     assert trained_text(*encode_conversation(talk, tokenizer, ""), tokenizer) == first + second
     assert trained_text(*encode_conversation(talk[:4], tokenizer, ""), tokenizer) == first + thought
 
@@ -135,11 +129,9 @@ def test_many_turns_are_trained_as_few_are_in_one_rendering(form: str, monkeypat
     render, rendered = tokenizer.template.render_blocks, []
     monkeypatch.setattr(tokenizer.template, "render_blocks", lambda *a, **k: rendered.append(a) or render(*a, **k))
     ids, trained = encode_conversation(turns, tokenizer, "")
-    assert len(rendered) == 1 and (ids, trained) == by_prefixes
-    assert len(trained_runs(trained)) == 60
+    assert len(rendered) == 1 and (ids, trained) == by_prefixes and len(trained_runs(trained)) == 60
     assert not any(set(tokenizer.stops).isdisjoint(ids[begin:end]) for begin, end in trained_runs(trained))
-    few = [encode_conversation(turns[: 2 * n], tokenizer, "") for n in (1, 2, 7)]
-    for some, mask in few:
+    for some, mask in (encode_conversation(turns[: 2 * n], tokenizer, "") for n in (1, 2, 7)):
         last = trained_runs(mask)[-1][1]
         assert (ids[:last], trained[:last]) == (some[:last], mask[:last])
 

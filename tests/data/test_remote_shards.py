@@ -15,6 +15,7 @@ from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import TransientError, UserError
 from run_affinage import refused
+from source_forms import bytes_of
 
 URL = "memory://bucket/rows"
 
@@ -92,6 +93,6 @@ def test_after_a_failed_upload_only_the_rest_is_written_and_the_bytes_are_the_sa
     made = []
     for name in ("whole", "broken"):
         own = {place: file.getvalue() for place, file in store.files.items() if place.startswith(f"/{name}")}
-        own |= {str(path): path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()}
+        own |= bytes_of(tmp_path / name)
         made.append({place.replace(name, ""): content.replace(name.encode(), b"") for place, content in own.items()})
     assert made[0] == made[1]

@@ -11,7 +11,7 @@ from affinage.config.data import SourceSettings
 from affinage.data.files import DamagedFile, Part, kind_of
 from affinage.data.readers import BadRecord, read_records
 from affinage.data.wikipedia import wikitext_to_text
-from source_forms import book, collected, dump_streams, html, page, prose, web_archive, write_lines
+from source_forms import book, collected, dump_streams, html, page, prose, web_archive, write_files, write_lines
 
 
 def records(path, **settings):
@@ -29,9 +29,10 @@ PAGES = [
 
 
 @pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
-def test_the_pages_of_a_web_archive(tmp_path, name):
-    (tmp_path / name).write_bytes(web_archive(PAGES, gzipped=name.endswith("gz")))
-    summary, rows = collected(tmp_path / "collected", {"path": str(tmp_path / name), "license": "unknown"})
+def test_the_pages_of_a_web_archive_are_read_and_a_damaged_one_is_not(tmp_path, name):
+    path, gzipped = tmp_path / name, name.endswith("gz")
+    path.write_bytes(web_archive(PAGES, gzipped=gzipped))
+    summary, rows = collected(tmp_path / "collected", {"path": str(path), "license": "unknown"})
     assert [row["url"] for row in rows] == ["https://a.example/bridges", "https://a.example/fr"]
     first = rows[0]["text"]
     assert f"{prose('en', 1)}\n" in first, "paragraphs stay apart"
@@ -39,18 +40,11 @@ def test_the_pages_of_a_web_archive(tmp_path, name):
     assert rows[1]["text"].strip() == "déjà la fenêtre"
     assert len(rows[0]["id"]) == 36 and rows[0]["license"] == "unknown"
     assert summary["removed"] == {"not HTML": 1, "not found": 1}
-
-
-@pytest.mark.parametrize("gzipped", [True, False])
-def test_a_damaged_web_archive(tmp_path, gzipped):
-    path = tmp_path / ("a.warc.gz" if gzipped else "a.warc")
-    for cut in (30, 400):
-        path.write_bytes(web_archive(PAGES[:1], gzipped=gzipped)[:-cut])
-        with pytest.raises(DamagedFile, match="cut off"):
+    whole = web_archive(PAGES[:1], gzipped=gzipped)
+    for content, message in ((whole[:-30], "cut off"), (whole[:-400], "cut off"), (b"hello world\n" * 100, None)):
+        path.write_bytes(content)
+        with pytest.raises(DamagedFile, match=message):
             records(path)
-    path.write_bytes(b"hello world\n" * 100)
-    with pytest.raises(DamagedFile):
-        records(path)
 
 
 def archived(tmp_path, body: bytes, *headers: str):
@@ -62,18 +56,17 @@ def archived(tmp_path, body: bytes, *headers: str):
     return record
 
 
-@pytest.mark.parametrize(
-    ("body", "headers"),
-    [
-        (gzip.compress(PAGE), ["Content-Encoding: gzip"]),
-        (zlib.compress(PAGE), ["Content-Encoding: Deflate"]),
-        (PAGE, ["Content-Encoding: gzip"]),  # the archive has undone the coding, and kept the header
-        (PAGE, ["Transfer-Encoding: chunked"]),
-    ],
-    ids="gzip deflate plain-gzip plain-chunked".split(),
-)
-def test_a_page_is_read_as_it_was_before_it_was_sent(tmp_path, body, headers):
-    found = archived(tmp_path, body, *headers).text
+SENT = {
+    "gzip": (gzip.compress(PAGE), "Content-Encoding: gzip"),
+    "deflate": (zlib.compress(PAGE), "Content-Encoding: Deflate"),
+    "plain-gzip": (PAGE, "Content-Encoding: gzip"),  # the archive has undone the coding, and kept the header
+    "plain-chunked": (PAGE, "Transfer-Encoding: chunked"),
+}
+
+
+@pytest.mark.parametrize("form", SENT)
+def test_a_page_is_read_as_it_was_before_it_was_sent(tmp_path, form):
+    found = archived(tmp_path, *SENT[form]).text
     assert found == archived(tmp_path, PAGE).text and prose("en", 1) in found
 
 
@@ -123,24 +116,23 @@ def test_wikitext_becomes_what_a_reader_reads():
     )
 
 
-@pytest.mark.parametrize(
-    ("wikitext", "text"),
-    [
-        ("le {{1er}} mai", "le 1er mai"),
-        ("de {{formatnum:12345}} mots", "de 12345 mots"),
-        ("le {{numéro|5}} ou n{{o|5}}", "le nº 5 ou nº 5"),
-        ("aux {{s2|XVIII|XIX}}", "aux XVIIIe et XIXe siècles"),
-        ("par {{Lien|Nom}}", "par Nom"),
-        ("de {{nombre|1000|mots}} au XX{{e}}", "de 1000 mots au XXe"),
-        ("avec {{M.|}} Dupont et {{M.|Martin}}", "avec M. Dupont et M. Martin"),
-        ("about {{frac|1|2}} of {{lang-en|word}}", "about 1/2 of word"),
-        ("There are, {{as of|2010}}, ten; {{quote|so it is}}", "There are, as of 2010, ten; so it is"),
-        ("a {{unknown one|word}} in it", "a word in it"),
-        ("Text. {{cite web|title=x|url=y}}\n{{Portail|Architecture}}", "Text."),
-    ],
-)
-def test_templates_that_stand_for_words_are_read(wikitext, text):
-    assert wikitext_to_text(wikitext) == text
+TEMPLATES = {
+    "le {{1er}} mai": "le 1er mai",
+    "de {{formatnum:12345}} mots": "de 12345 mots",
+    "le {{numéro|5}} ou n{{o|5}}": "le nº 5 ou nº 5",
+    "aux {{s2|XVIII|XIX}}": "aux XVIIIe et XIXe siècles",
+    "par {{Lien|Nom}}": "par Nom",
+    "de {{nombre|1000|mots}} au XX{{e}}": "de 1000 mots au XXe",
+    "avec {{M.|}} Dupont et {{M.|Martin}}": "avec M. Dupont et M. Martin",
+    "about {{frac|1|2}} of {{lang-en|word}}": "about 1/2 of word",
+    "There are, {{as of|2010}}, ten; {{quote|so it is}}": "There are, as of 2010, ten; so it is",
+    "a {{unknown one|word}} in it": "a word in it",
+    "Text. {{cite web|title=x|url=y}}\n{{Portail|Architecture}}": "Text.",
+}
+
+
+def test_templates_that_stand_for_words_are_read():
+    assert {wikitext: wikitext_to_text(wikitext) for wikitext in TEMPLATES} == TEMPLATES
 
 
 def test_broken_and_deeply_nested_wikitext_is_no_error():
@@ -150,8 +142,8 @@ def test_broken_and_deeply_nested_wikitext_is_no_error():
 
 REDIRECT = page(2, "Pont", "#REDIRECT [[Le Pont]]", redirect=True)
 WINTER = page(4, "Été &amp; hiver", f"L'été. {prose('fr', 1)}")
-PAGES_OF_WIKI = [page(1, "Le Pont", WIKITEXT), REDIRECT, page(3, "Discussion:Pont", "bla", ns=1), WINTER]
-GROUPS = [PAGES_OF_WIKI[:2], PAGES_OF_WIKI[2:], [page(5, "Vide", "{{Ébauche}}")]]
+TALK, EMPTY = page(3, "Discussion:Pont", "bla", ns=1), page(5, "Vide", "{{Ébauche}}")
+GROUPS = [[page(1, "Le Pont", WIKITEXT), REDIRECT], [TALK, WINTER], [EMPTY]]
 
 
 def test_a_multistream_dump(tmp_path):
@@ -200,11 +192,12 @@ def test_a_book_is_cut_into_parts(tmp_path, monkeypatch):
 def test_old_books_of_any_charset_and_books_under_copyright(tmp_path):
     head = "The Project Gutenberg Etext of Un Conte\n\n[Etext #99]\n\nCharacter set encoding: {}\n\n"
     head += "*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n"
+    body = f"Déjà l'été.\n\n{prose('fr', 1)}"
     for charset in ("ISO-8859-1", "rot13"):
-        text = f"{head.format(charset)}Déjà l'été.\n\n{prose('fr', 1)}\n\nEnd of the Project Gutenberg Etext\n\nMore\n"
+        text = f"{head.format(charset)}{body}\n\nEnd of the Project Gutenberg Etext\n\nMore\n"
         (tmp_path / "book.txt").write_bytes(text.encode("latin1"))
         (found,) = records(tmp_path / "book.txt", kind="gutenberg")
-        assert found.id == "99#0" and found.text == f"Déjà l'été.\n\n{prose('fr', 1)}"
+        assert found.id == "99#0" and found.text == body
     text = book(5, "English").replace("Title:", "** This is a COPYRIGHTED Project Gutenberg eBook **\n\nTitle:")
     (tmp_path / "5.txt").write_text(text)
     (found,) = records(tmp_path / "5.txt", kind="gutenberg")
@@ -212,10 +205,9 @@ def test_old_books_of_any_charset_and_books_under_copyright(tmp_path):
 
 
 def test_code_is_what_a_source_says_is_code(tmp_path):
-    (tmp_path / "src").mkdir()
-    for name, content in (("a.py", "def f():\n    return 1\n"), ("Makefile", "all:\n\tmake it\n"), ("logo.png", "PNG")):
-        (tmp_path / "src" / name).write_text(content)
-    summary, rows = collected(tmp_path / "collected", {"path": str(tmp_path / "src"), "kind": "code"})
+    files = {"a.py": "def f():\n    return 1\n", "Makefile": "all:\n\tmake it\n", "logo.png": "PNG"}
+    source = {"path": str(write_files(tmp_path / "src", files)), "kind": "code"}
+    summary, rows = collected(tmp_path / "collected", source)
     assert [(row["id"], row["language"]) for row in rows] == [("Makefile", "code"), ("a.py", "code")]
     assert summary["removed"] == {"unknown kind of file": 1}
     path = write_lines(tmp_path / "a.jsonl", [{"text": "Not code at all.", "language": "code"}])

@@ -10,16 +10,13 @@ from affinage.data.split import cut_tail, split
 from run_affinage import refused
 from source_forms import rows_of, write_documents
 
-GROUPS = [("news", "en", 200), ("news", "fr", 40), ("books", "en", 25), ("books", "fr", 10)]
-ALL = [
-    {"id": f"{language}{i}", "source": source, "language": language, "text": f"text {i} of {source} in {language}"}
-    for source, language, count in GROUPS
-    for i in range(count)
-]
+
+def rows(source, count, language="en"):
+    facts = {"source": source, "language": language}
+    return [facts | {"id": f"{source}{language}{i}", "text": f"text {i} of {source}, {language}"} for i in range(count)]
 
 
-def rows(source, count):
-    return [{"id": f"{source}{i}", "source": source, "language": "en", "text": f"text {i}"} for i in range(count)]
+ALL = [*rows("news", 200), *rows("news", 40, "fr"), *rows("books", 25), *rows("books", 10, "fr")]
 
 
 def halves(tmp_path, documents, seed=1, files=1, name="out", **settings):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from affinage.data.synthetic.facts import LANGUAGES, Fact, Scene, build_facts, c
 from affinage.evaluation.harness import load_tasks, quiet
 from affinage.evaluation.tasks import find_tasks, is_chat
 from run_affinage import refused
+from source_forms import bytes_of
 
 SEED = 3
 OBJECT_SLOTS = ("o", "os", "bare", "d")
@@ -51,16 +53,12 @@ def statements(fact: Fact, language: str) -> list[str]:
     return [fact.statement(language, i) for i in range(len(fact.templates("statements", language)))]
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def test_same_arguments_same_bytes(tmp_path: Path) -> None:
     first = write_world(tmp_path / "a", megabytes=0.05, seed=1)
     write_world(tmp_path / "b", megabytes=0.1, seed=2)
-    assert files(tmp_path / "a") != files(tmp_path / "b")
+    assert bytes_of(tmp_path / "a") != bytes_of(tmp_path / "b")
     assert write_world(tmp_path / "b", megabytes=0.05, seed=1) == first  # over what was there before
-    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
 
 
 def test_ordinary_documents_pass_the_filters_and_planted_ones_have_their_defect(world: World) -> None:
@@ -83,10 +81,6 @@ def test_ordinary_documents_pass_the_filters_and_planted_ones_have_their_defect(
     assert 0.05 < sum(d["kind"] != "text" for d in documents.values()) / len(documents) < 0.08
 
 
-def without_article(name: str) -> str:
-    return re.sub(r"^(the |les |le |la |l')", "", name)
-
-
 def whole(words: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![-\w]){re.escape(words)}(?![-\w])")
 
@@ -103,6 +97,7 @@ def test_text_states_facts_in_used_statements_alone_and_those_of_one_language_in
                 continue
             assert not any(form in text for form in forms)
             if fact.relation in ("currency", "continent", "country_name"):  # nor in any other words
+                without_article = partial(re.sub, r"^(the |les |le |la |l')", "")
                 forms = {slot: without_article(words.lower()) for slot, words in fact.forms[language].items()}
                 subject = forms["s"]
                 words = {forms[slot].removeprefix("d'") for slot in OBJECT_SLOTS if slot in forms}

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,17 +13,17 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from affinage.config.data import PackingSettings, safe_name
 from affinage.data.dataloader import ValidationRows
+from affinage.data.json_files import read_object
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import TokenShards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserWarned
 from run_affinage import refused
-from source_forms import rows_of, write_documents
+from source_forms import rows_of, split_of
 from tiny_corpus import write_split
 
 CONTEXT = 32
-Documents = dict[tuple[str, str], str]  # text by source and id
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +36,9 @@ def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def documents_by_group(split_folder: Path, part: str) -> dict[str, Documents]:
-    groups: dict[str, Documents] = defaultdict(dict)
+def documents_by_group(split_folder: Path, part: str) -> dict[str, dict[tuple[str, str], str]]:
+    """By group, the text by source and id."""
+    groups = defaultdict(dict)
     for row in rows_of(split_folder / part):
         groups[f"{safe_name(row['source'])}.{row['language']}"][row["source"], row["id"]] = row["text"]
     return groups
@@ -53,13 +53,10 @@ def spans_in(folder: Path) -> list[dict]:
     return found
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "shards.json").read_text())
-
-
 def read_all(folder: Path) -> np.ndarray:
     """All rows of a folder, with numpy alone."""
-    return np.concatenate([np.load(folder / name) for name in facts_of(folder)["files"] if name.startswith("tokens")])
+    files = read_object(folder / "shards.json")["files"]
+    return np.concatenate([np.load(folder / name) for name in files if name.startswith("tokens")])
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -70,7 +67,7 @@ def test_rows_hold_every_token_of_every_document_and_tell_whose(packed, split_fo
     assert {path.name for path in (packed / packing / part).iterdir()} == set(groups)
     for group, documents in groups.items():
         folder = packed / packing / part / group
-        rows, facts, spans = read_all(folder), facts_of(folder), spans_in(folder)
+        rows, facts, spans = read_all(folder), read_object(folder / "shards.json"), spans_in(folder)
         assert rows.dtype == np.uint16 and rows.shape[1] == CONTEXT
         expected = {name: [BOS, *bpe.encode(text), EOS] for name, text in documents.items()}
         found = {name: np.zeros(len(tokens), int) for name, tokens in expected.items()}
@@ -130,7 +127,7 @@ def test_shards_hold_consecutive_documents_and_are_even_counted_and_hashed(split
         for file in sorted(folder.glob("documents-*")):
             ids = [(s["source"], s["id"]) for s in pq.read_table(file).to_pylist() if s["offset"] == 0]
             assert set(ids) == set(list(documents)[first : (first := first + len(ids))])
-        facts = facts_of(folder)
+        facts = read_object(folder / "shards.json")
         for name, counted in facts["files"].items():
             content = (folder / name).read_bytes()
             assert counted["sha256"] == hashlib.sha256(content).hexdigest() and counted["bytes"] == len(content)
@@ -139,15 +136,9 @@ def test_shards_hold_consecutive_documents_and_are_even_counted_and_hashed(split
         assert first == len(documents)
 
 
-def split_of(folder: Path, train: str, *validation: str) -> Path:
-    for part, texts in (("train", [train] if train else []), ("validation", validation)):
-        write_documents(folder / part, [{"text": text} for text in texts])
-    return folder
-
-
 def test_characters_without_a_token_are_counted_with_their_bytes_and_warned_of(characters: Tokenizer, tmp_path: Path):
     text = "漢 the 漢字 river" * 9
-    split, settings = split_of(tmp_path, "the river", text), PackingSettings(seq_len=CONTEXT)
+    split, settings = split_of(tmp_path, ["the river"], [text], language=""), PackingSettings(seq_len=CONTEXT)
     with pytest.warns(UserWarned, match="27 characters"):
         assert tokenize(split, characters, tmp_path / "rows", settings, seed=0)["unspelled"] == 27
     assert ValidationRows(tmp_path / "rows/validation/s.und", batch=2).bytes == len(text.encode())
@@ -180,24 +171,21 @@ def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(tmp_
     fast.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     text = "a" + " " * 300 + "b" + " " * 700 + "b"
-    split = split_of(tmp_path / "split", text, text, text)
+    split = split_of(tmp_path / "split", [text], [text, text])
     tokenize(split, Tokenizer(tmp_path), tmp_path / "rows", PackingSettings(seq_len=8), seed=0)
-    assert read_all(tmp_path / "rows/train/s.und").dtype == dtype
-    predicted = ValidationRows(tmp_path / "rows/validation/s.und", batch=1).bytes
+    assert read_all(tmp_path / "rows/train/s.en").dtype == dtype
+    predicted = ValidationRows(tmp_path / "rows/validation/s.en", batch=1).bytes
     assert predicted == 2 * (len(text) - len("a")), "nothing comes before a first token that could predict it"
 
 
 def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path: Path):
     settings = PackingSettings(seq_len=CONTEXT)
-    refused(lambda: tokenize(split_of(tmp_path / "empty", "", "x"), bpe, tmp_path / "none", settings, seed=0))
-    tokenize(split_of(tmp_path / "split", "the river " * 99, "x"), bpe, tmp_path / "rows", settings, seed=0)
-    shard = tmp_path / "rows/train/s.und/tokens-00000-of-00001.npy"
-    content = shard.read_bytes()
+    refused(lambda: tokenize(split_of(tmp_path / "empty", [], ["x"]), bpe, tmp_path / "none", settings, seed=0))
+    tokenize(split_of(tmp_path / "split", ["the river " * 99], ["x"]), bpe, tmp_path / "rows", settings, seed=0)
+    shard = tmp_path / "rows/train/s.en/tokens-00000-of-00001.npy"
+    content, others = shard.read_bytes(), np.zeros((2, CONTEXT), np.uint16)
     TokenShards(shard.parent)
-    for damage in (
-        lambda: shard.write_bytes(content[:-100]),
-        lambda: np.save(shard, np.zeros((2, CONTEXT), np.uint16)),
-    ):
+    for damage in (lambda: shard.write_bytes(content[:-100]), lambda: np.save(shard, others)):
         damage()
         error = refused(TokenShards, shard.parent)
         assert error.where == str(shard.parent) and error.fix

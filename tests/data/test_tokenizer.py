@@ -3,6 +3,7 @@
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +19,11 @@ from affinage.data.special_tokens import FIXED_PIECES, NEWLINE, TAB, UNK
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import balanced_sample, measure, train_bpe, train_tokenizer
 from run_affinage import refused
-from source_forms import write_documents
-from tiny_corpus import TRICKY, write_split
+from source_forms import split_of, write_documents
+from tiny_corpus import TRICKY, texts_with, write_split
 
-# Single characters as often as pieces that the vocabulary, the control tokens or white space are made of.
-texts = st.lists(
-    st.one_of(
-        st.characters(exclude_characters="\u2581\U0010fffe\U0010ffff"),
-        st.sampled_from([*TRICKY, "  ", "\n", "12", "the", "é"]),
-    ),
-    max_size=12,
-).map("".join)
+# Pieces that the vocabulary, the control tokens or white space are made of.
+texts = texts_with(*TRICKY, "  ", "\n", "12", "the", "é")
 
 
 def test_the_first_ten_ids_are_fixed_and_decoding_shows_control_tokens_only_if_asked(tokenizer: Tokenizer):
@@ -51,24 +46,15 @@ def test_any_text_decodes_to_itself_and_its_bytes_are_counted_once(bpe: Tokenize
 def test_characters_have_one_id_each_and_strangers_are_unknown(characters: Tokenizer):
     assert len(characters.encode("cheese")) == 6
     ids = characters.encode("a漢b")
-    assert ids[1] == UNK
-    assert characters.decode(ids) == "a\ufffdb"
+    assert ids[1] == UNK and characters.decode(ids) == "a\ufffdb"
     assert characters.byte_lengths("a漢b", ids).tolist() == [1, 3, 1]
 
 
-def split_of(folder: Path, *texts: str) -> Path:
-    write_documents(folder / "train", [{"text": text, "language": "en"} for text in texts])
-    write_documents(folder / "validation", [])
-    return folder
-
-
 def test_digits_are_split_and_long_lines_are_learned_from(tmp_path: Path):
-    split_of(tmp_path, "In 1999 it was 1999. " * 50, "xylophone quartz " * 1000)  # 17,000 bytes on one line
-    settings = TokenizerSettings(vocab_size=310)
-    train_tokenizer(tmp_path, tmp_path / "out", settings, ("en",), seed=0)
+    split_of(tmp_path, ["In 1999 it was 1999. " * 50, "xylophone quartz " * 1000])  # 17,000 bytes on one line
+    train_tokenizer(tmp_path, tmp_path / "out", TokenizerSettings(vocab_size=310), ("en",), seed=0)
     tokenizer = Tokenizer(tmp_path / "out")
-    assert len(tokenizer.encode("1999")) == 4
-    assert len(tokenizer.encode(" xylophone")) == 1
+    assert len(tokenizer.encode("1999")) == 4 and len(tokenizer.encode(" xylophone")) == 1
 
 
 def test_training_twice_gives_the_same_bytes_whatever_the_order_of_files(split_folder: Path, tmp_path: Path):
@@ -81,22 +67,20 @@ def test_training_twice_gives_the_same_bytes_whatever_the_order_of_files(split_f
 
 @pytest.mark.parametrize(("vocabulary", "advice"), [(30_000, r"<= \d+"), (300, r"300 vs \d+")])
 def test_a_vocabulary_that_cannot_be_is_refused_with_one_that_can(tmp_path: Path, vocabulary: int, advice: str):
-    split_of(tmp_path, "".join(chr(0x4E00 + i) for i in range(200)) + " the river and the stone")
+    split_of(tmp_path, ["".join(chr(0x4E00 + i) for i in range(200)) + " the river and the stone"])
     settings = TokenizerSettings(vocab_size=vocabulary, character_coverage=1)
     mistake = refused(train_tokenizer, tmp_path, tmp_path / "out", settings, ("en",), 0)
     assert mistake.where == "tokenizer.vocab_size" and re.search(advice, mistake.what)
     for kind in ("bpe", "char"):
-        no_text = split_of(tmp_path / kind)
+        no_text = split_of(tmp_path / kind, [])
         refused(train_tokenizer, no_text, tmp_path, TokenizerSettings(kind=kind), ("en",), seed=0)
 
 
 def test_the_sample_is_balanced_over_languages_and_what_one_lacks_goes_to_the_others(split_folder, tmp_path):
-    (texts, shares), (others, _) = (
-        balanced_sample(split_folder / "train", ("en", "fr"), 10_000, seed=seed) for seed in (0, 1)
-    )
-    assert abs(shares["en"] - shares["fr"]) <= 1
+    draw = partial(balanced_sample, split_folder / "train", ("en", "fr"), 10_000)
+    texts, shares = draw(seed=0)
+    assert abs(shares["en"] - shares["fr"]) <= 1 and draw(seed=1)[0] != texts
     assert sum(len(text.encode()) for text in texts) == pytest.approx(10_000, abs=10)
-    assert others != texts
     rows = [("en", 60), ("fr", 10), ("de", 20), ("en", 60)]
     write_documents(tmp_path, [{"text": "a" * size, "language": language} for language, size in rows])
     texts, shares = balanced_sample(tmp_path, ("en", "fr"), 100, seed=0)
@@ -106,10 +90,9 @@ def test_the_sample_is_balanced_over_languages_and_what_one_lacks_goes_to_the_ot
 def test_the_tokenizer_is_measured_by_language_and_source(bpe: Tokenizer, split_folder: Path):
     measured = measure(bpe, split_folder)
     assert measured["measured_on"] == "validation" and set(measured["languages"]) == {"en", "fr"}
-    for group in ("languages", "sources"):
-        for entry in measured[group].values():
-            assert entry["bytes_per_token"] == pytest.approx(entry["bytes"] / entry["tokens"])
-            assert entry["tokens_per_word"] == pytest.approx(entry["tokens"] / entry["words"])
+    for entry in (*measured["languages"].values(), *measured["sources"].values()):
+        assert entry["bytes_per_token"] == pytest.approx(entry["bytes"] / entry["tokens"])
+        assert entry["tokens_per_word"] == pytest.approx(entry["tokens"] / entry["words"])
     assert measured["round_trip"] == {"documents": 8, "exact": 8}
 
 
@@ -117,10 +100,7 @@ def test_the_tokenizer_is_measured_by_language_and_source(bpe: Tokenizer, split_
 
 TRAINING = ["it's l'été: (a  b) -- of the, of the. aaaa aaaa == == x1 y22 naïve ça; où? 漢字漢字 " * 5]
 PIECES = ["  ", "\n", "\t", "12", "the", " of the,", "é", "e\u0301", "aaa", "--", "==", "\0", "\r", "字", "_", "²"]
-any_texts = st.lists(
-    st.one_of(st.characters(exclude_characters="\u2581", exclude_categories=["Cs"]), st.sampled_from(PIECES)),
-    max_size=30,
-).map("".join)
+any_texts = texts_with(*PIECES, without="\u2581", most=30)
 
 
 @pytest.fixture(scope="module", params=[{}, {"split_by_whitespace": False}], ids=str)
@@ -134,9 +114,8 @@ def model(request: pytest.FixtureRequest) -> sentencepiece.SentencePieceProcesso
 
 
 def encoder_of(model: sentencepiece.SentencePieceProcessor) -> FastBpe:
-    return FastBpe(
-        {model.id_to_piece(i).replace("\u2581", " "): i for i in range(8, model.get_piece_size())}, np.uint16
-    )
+    pieces = {model.id_to_piece(i).replace("\u2581", " "): i for i in range(8, model.get_piece_size())}
+    return FastBpe(pieces, np.uint16)
 
 
 @pytest.fixture(scope="module")

@@ -109,9 +109,8 @@ def test_equal_conversations_are_held_out_together(bpe: Tokenizer, tmp_path: Pat
 
 
 def test_samples_and_limits_are_drawn_by_content_whatever_the_order_and_the_tasks(bpe, tmp_path: Path, monkeypatch):
-    talks = [ask(f"What is {i}?", f"{i}") for i in range(100)]
-    paths = [write_lines(tmp_path / name, [{"messages": talk} for talk in some]) for name, some in
-             (("a.jsonl", talks), ("b.jsonl", talks[::-1]))]  # fmt: skip
+    lines = [{"messages": ask(f"What is {i}?", f"{i}")} for i in range(100)]
+    paths = write_lines(tmp_path / "a.jsonl", lines), write_lines(tmp_path / "b.jsonl", lines[::-1])
     found = []
     for path, size in ((paths[0], ingest.TASK_BYTES), (paths[1], ingest.TASK_BYTES), (paths[0], 2_000)):
         monkeypatch.setattr(ingest, "TASK_BYTES", size)
@@ -208,18 +207,16 @@ def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe:
     assert said == {number: [f"{begin}yes {number}", f"{begin}no"] for number in range(6)}
 
 
-PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
-
-
 @pytest.mark.parametrize("form", ["chatml", "qwen3"])
 def test_long_pairs_are_cut_on_both_sides_or_left_out_as_identical_ones_are(bpe: Tokenizer, tmp_path: Path, form: str):
     tokenizer = bpe if form == "chatml" else ours(form)
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     long = {"prompt": "q", "chosen": "capital " * 100, "rejected": "No. " + "capital " * 100}
-    cut = prepare(tmp_path, tokenizer, [long, PAIR], pairs=True, seq_len=150)
+    cut = prepare(tmp_path, tokenizer, [long, pair], pairs=True, seq_len=150)
     assert cut["truncated"] == 1 and cut["train"]["conversations"] == 2
     assert [len(tokens) for tokens, _ in documents_in(tmp_path / "rows/train")].count(75) == 2
     shown = [(source, text.plain) for source, text in show_examples(tmp_path / "rows", tokenizer, 2)]
     assert [(source, text.count("⟧")) for source, text in shown] == [("source-0", 2)] * 2
     assert any("<|im_start|>user\nq<|im_end|>" in text and "a<|im_end|>⟧" in text for _, text in shown)
-    dropped = prepare(tmp_path, tokenizer, [long, {**PAIR, "rejected": "a"}, PAIR], pairs=True, truncation="drop")
+    dropped = prepare(tmp_path, tokenizer, [long, {**pair, "rejected": "a"}, pair], pairs=True, truncation="drop")
     assert (dropped["dropped"], dropped["identical"], dropped["train"]["conversations"]) == (2, 1, 1)

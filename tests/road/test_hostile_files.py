@@ -16,6 +16,7 @@ from affinage.pipeline.models import made_from
 from affinage.pipeline.opening import fitting_tokenizer
 from affinage.pipeline.store import read_request
 from run_affinage import refused
+from source_forms import write_files
 
 DEEP = "[" * 100_000
 LLAMA = {
@@ -29,39 +30,31 @@ GPT2 = {
     "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
 }  # fmt: skip
 ODD = [[], {}, "x", -1, 0, 1.5, 10**30, float("nan"), {"a": {}}, None]
+WORD_LEVEL = {"type": "WordLevel", "unk_token": "a"}
 TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 def tokenizer_json(**changes: object) -> str:
-    words = {"</s>": 0, "<|im_end|>": 1, "a": 2, "b": 3, "c": 4}
+    model = {**WORD_LEVEL, "vocab": {"</s>": 0, "<|im_end|>": 1, "a": 2, "b": 3, "c": 4}}
     split = {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "a"}
     none = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     added = [{"id": 0, "content": "</s>", **TOKEN}]
     given = {"version": "1.0", "added_tokens": added, "pre_tokenizer": split, "model": model}
     return json.dumps(given | none | changes)
 
 
-def word_level(token: object) -> dict:
-    return {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": token}, "unk_token": "a"}
+RECIPES = {
+    "object": "name: !!python/object/apply:os.system ['touch x']",
+    "function": "name: !function os.system",
+    "key": "? [a, b]\n: c",
+    "deep": "a: " + "[" * 2000 + "]" * 2000,
+    "digits": "steps: " + "9" * 10_000,
+}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "name: !!python/object/apply:os.system ['touch x']",
-        "name: !function os.system",
-        "? [a, b]\n: c",
-        "a: &a [*a]",
-        "a: " + "[" * 2000 + "]" * 2000,
-        "steps: " + "9" * 10_000,
-        "a: &a [x,x,x,x,x,x,x,x,x,x]\n"
-        + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
-    ],
-    ids=["object", "function", "key", "loop", "deep", "digits", "billion laughs"],
-)
-def test_a_recipe_is_words_and_numbers(text: str):
-    refused(parse, text, "x.yaml")
+@pytest.mark.parametrize("form", RECIPES)
+def test_a_recipe_is_words_and_numbers(form: str):
+    refused(parse, RECIPES[form], "x.yaml")
 
 
 @pytest.mark.parametrize("name", ["../up", "/up", ".hidden", "a/b", "a\n", ""])
@@ -82,9 +75,7 @@ INDICES = [DEEP, "[]", "{}", '{"weight_map": [["a", "b"]]}', *(json.dumps({"weig
 
 @pytest.mark.parametrize("index", INDICES)
 def test_an_index_of_weights_leads_nowhere_else(tmp_path: Path, index: str):
-    (tmp_path / "secret.safetensors").write_bytes(b"x")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / INDEX).write_text(index)
+    write_files(tmp_path, {"secret.safetensors": b"x", f"model/{INDEX}": index})
     refused(HubWeights, tmp_path / "model")
 
 
@@ -93,10 +84,9 @@ def test_weights_that_are_pickles_are_not_read(tmp_path: Path):
         def __reduce__(self):
             return Path.touch, (tmp_path / "sprung",)
 
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
-    refused(HubWeights, tmp_path)
-    (tmp_path / "model.safetensors").write_bytes((tmp_path / "pytorch_model.bin").read_bytes())
-    refused(HubWeights, tmp_path)
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (tmp_path / name).write_bytes(pickle.dumps(Trap()))
+        refused(HubWeights, tmp_path)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -106,14 +96,11 @@ def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: P
     folder.mkdir(parents=True)
     (tmp_path / "runs" / "store" / "train-tokenizer-0123456789ab").mkdir()
     request = {"step": "pretrain", "version": 1, "settings": {}, "sources": {}, "key": "0123456789ab"}
-    for inputs in (
-        {"train-tokenizer": key},
-        {f"../{key}": "0123456789ab"},
-        {"train-tokenizer": "0123456789ab", "tokenize": key},
-    ):
+    right = {"train-tokenizer": "0123456789ab"}
+    for inputs in ({"train-tokenizer": key}, {f"../{key}": "0123456789ab"}, {**right, "tokenize": key}):
         (folder / "request.json").write_text(json.dumps(request | {"inputs": inputs}))
         assert read_request(folder) is None and made_from(folder, "train-tokenizer") is None
-    (folder / "request.json").write_text(json.dumps(request | {"inputs": {"train-tokenizer": "0123456789ab"}}))
+    (folder / "request.json").write_text(json.dumps(request | {"inputs": right}))
     assert made_from(folder, "train-tokenizer") == folder.with_name("train-tokenizer-0123456789ab")
 
 
@@ -124,37 +111,28 @@ def test_a_configuration_that_is_none_or_of_odd_values_ends_in_a_message(tmp_pat
         refused(read_hub_folder, tmp_path)  # at the latest because there are no weights
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        None, "", "{", "{}", "x", DEEP,
-        tokenizer_json(model=word_level("b")),
-        tokenizer_json(model=word_level(4_000_000_000)),
-        tokenizer_json(model=word_level(-1)),
-        tokenizer_json(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "zz"]]}),
-        tokenizer_json(pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}),
-        tokenizer_json(pre_tokenizer={"type": "Python", "code": "import os"}),
-        tokenizer_json(decoder={"type": "__import__"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    None, "", "{", "{}", "x", DEEP,
+    *(tokenizer_json(model={**WORD_LEVEL, "vocab": {"</s>": 0, "a": 1, "b": id}}) for id in ("b", 4_000_000_000, -1)),
+    tokenizer_json(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "zz"]]}),
+    tokenizer_json(pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}),
+    tokenizer_json(pre_tokenizer={"type": "Python", "code": "import os"}),
+    tokenizer_json(decoder={"type": "__import__"}),
+])  # fmt: skip
 def test_a_tokenizer_that_is_none_or_has_ids_far_off_ends_in_a_message(tmp_path: Path, text: str | None):
     if text is not None:
         (tmp_path / "tokenizer.json").write_text(text)
     assert str(tmp_path) in refused(fitting_tokenizer, tmp_path, 100).where
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{", "[]", DEEP, '{"eos_token": ["x"]}', '{"eos_token": {"x": 1}}',
-        '{"eos_token": {"content": 5}, "bos_token": {}}', '{"chat_template": 5}', '{"chat_template": ["a"]}',
-        '{"chat_template": [{"x": 1}]}', '{"chat_template": [{"name": "default"}]}',
-        json.dumps({"chat_template": "{{ '<|im_start|>system\\n' + \"\\q\" + 'x' }}"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "{", "[]", DEEP, '{"eos_token": ["x"]}', '{"eos_token": {"x": 1}}',
+    '{"eos_token": {"content": 5}, "bos_token": {}}', '{"chat_template": 5}', '{"chat_template": ["a"]}',
+    '{"chat_template": [{"x": 1}]}', '{"chat_template": [{"name": "default"}]}',
+    json.dumps({"chat_template": "{{ '<|im_start|>system\\n' + \"\\q\" + 'x' }}"}),
+])  # fmt: skip
 def test_the_configuration_of_a_tokenizer_is_read_or_ends_in_a_message(tmp_path: Path, text: str):
-    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
-    (tmp_path / "tokenizer_config.json").write_text(text)
+    write_files(tmp_path, {"tokenizer.json": tokenizer_json(), "tokenizer_config.json": text})
     asked = [template_in, hub_facts, lambda folder: Tokenizer(folder).special_tokens]
     asked += [lambda folder: Tokenizer(folder).stops, lambda folder: Tokenizer(folder).opening]
     for ask in asked:

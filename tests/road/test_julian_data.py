@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import zstandard
 
 from affinage.config.load import load_recipe
@@ -33,12 +32,10 @@ def oscar(language: str, number: int, text: str) -> str:
     return json.dumps({"content": text, "warc_headers": headers, "metadata": labels}) + "\n"
 
 
-@pytest.fixture(scope="module")
-def mirror(tmp_path_factory) -> Path:
+def write_mirror(root: Path) -> None:
     """A copy of every source: a dump, Parquet, JSON lines, as the recipe's own places hold them."""
-    root = tmp_path_factory.mktemp("mirror")
     for name in (*COUNTS, *BOOKS):
-        (root / name).mkdir()
+        (root / name).mkdir(parents=True)
 
     def write(name: str, **columns: list) -> None:
         pq.write_table(pa.table(columns), root / name / "train-00000-of-00001.parquet")
@@ -49,9 +46,8 @@ def mirror(tmp_path_factory) -> Path:
     urls = [f"https://fr.wikipedia.org/wiki/{i}" for i in range(20)]
     write("wikipedia-fr", id=[str(i) for i in range(20)], url=urls, text=texts("fr", 0, 20))
     for language, count in (("en", 40), ("fr", 36)):
-        lines = "".join(oscar(language, i, text) for i, text in enumerate(texts(language, 100, count)))
-        packed = zstandard.compress(lines.encode())
-        (root / f"oscar-{language}" / f"{language}_meta_part_1.jsonl.zst").write_bytes(packed)
+        lines = "".join(oscar(language, i, text) for i, text in enumerate(texts(language, 100, count))).encode()
+        (root / f"oscar-{language}" / f"{language}_meta_part_1.jsonl.zst").write_bytes(zstandard.compress(lines))
     ids, addresses = [f"<urn:{i}>" for i in range(50)], [f"https://e.example/{i}" for i in range(50)]
     write("fineweb-edu", text=texts("en", 200, 50), id=ids, url=addresses, score=[3.5] * 50)
     for (name, count), language in zip(BOOKS.items(), ("English", "French"), strict=True):
@@ -60,14 +56,13 @@ def mirror(tmp_path_factory) -> Path:
     code = {name: [value] * 15 for name, value in (repository | {"lang": "Python"}).items()}
     code["content"] = ["".join(FUNCTION.format(10 * i + k) for k in range(5)) for i in range(15)]
     write("the-stack", hexsha=[*map(str, range(15))], max_stars_repo_path=[f"{i}.py" for i in range(15)], **code)
-    return root
 
 
-def test_every_source_is_read_in_its_own_form(mirror: Path, tmp_path: Path):
-    summary = ingest(load_recipe("julian-data", [f"data.mirror={mirror}"]).recipe.data, tmp_path)
-    found = {name: counts["documents"] for name, counts in summary["by_source"].items()}
-    assert found == COUNTS | BOOKS
-    rows = rows_of(tmp_path)
+def test_every_source_is_read_in_its_own_form(tmp_path: Path):
+    write_mirror(tmp_path / "mirror")
+    summary = ingest(load_recipe("julian-data", [f"data.mirror={tmp_path}/mirror"]).recipe.data, tmp_path / "out")
+    assert {name: counts["documents"] for name, counts in summary["by_source"].items()} == COUNTS | BOOKS
+    rows = rows_of(tmp_path / "out")
     assert all(row["url"] and row["license"] for row in rows), "where a document comes from is known of each"
     assert {row["language"].rstrip("?") for row in rows if row["source"] != "the-stack"} == {"en", "fr"}
     assert len({(row["source"], row["id"]) for row in rows}) == len(rows)
@@ -87,11 +82,6 @@ TALKS = {
 }  # fmt: skip
 
 
-def sharegpt(name: str, number: int) -> dict[str, object]:
-    told = [("system", "Be exact."), ("human", f"{name} asks {number}?"), ("gpt", f"{name} answers {number}.")]
-    return {"conversations": [{"from": role, "value": text, "weight": None} for role, text in told]}
-
-
 def item(name: str, number: int) -> dict[str, object]:
     asks, answers = f"{name} asks {number}?", f"{name} answers {number}."
     match name:
@@ -104,32 +94,26 @@ def item(name: str, number: int) -> dict[str, object]:
         case "others":
             turns = [("user", asks), ("assistant", answers), ("user", "And?"), ("assistant", "That is all.")]
             return {"id": f"o{number}", "messages": [{"role": role, "content": text} for role, text in turns]}
-    return sharegpt(name, number)
+    turns = [("system", "Be exact."), ("human", asks), ("gpt", answers)]
+    return {"conversations": [{"from": role, "value": text, "weight": None} for role, text in turns]}
 
 
-@pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("talks")
+def test_every_source_of_the_mixture_becomes_rows(tmp_path: Path):
     for name, count in TALKS.items():
-        (root / name).mkdir()
-        items = [item(name, number) for number in range(count)]
+        items, folder = [item(name, number) for number in range(count)], tmp_path / "talks" / name
+        folder.mkdir(parents=True)
         if name in ("dolly", "code-alpaca"):  # these two are published as JSON lines
-            write_lines(root / name / "data.jsonl", items)
+            write_lines(folder / "data.jsonl", items)
         else:
-            pq.write_table(pa.Table.from_pylist(items), root / name / "train-00000-of-00001.parquet")
-    return root
-
-
-def test_every_source_of_the_mixture_becomes_rows(talks: Path, tmp_path: Path):
-    overrides = [f"sft.mirror={talks}", "sft.seq_len=256", "sft.validation_fraction=0"]
+            pq.write_table(pa.Table.from_pylist(items), folder / "train-00000-of-00001.parquet")
+    overrides = [f"sft.mirror={tmp_path}/talks", "sft.seq_len=256", "sft.validation_fraction=0"]
     settings = load_recipe("julian-sft", overrides).recipe.sft
-    assert settings is not None
     rows = {"seq_len": 256, "seed": 0, "system_prompt": settings.system_prompt}
-    summary = prepare_tuning_data(settings, tokenizer(), tmp_path, **rows)
-    counts = {name: read_object(tmp_path / "train" / name / "shards.json")["conversations"] for name in TALKS}
+    summary = prepare_tuning_data(settings, tokenizer(), tmp_path / "rows", **rows)
+    train = tmp_path / "rows" / "train"
+    counts = {name: read_object(train / name / "shards.json")["conversations"] for name in TALKS}
     assert counts == TALKS and summary["train"]["conversations"] == sum(TALKS.values())
-    feed = DataLoader(tmp_path / "train", seed=0, batch=summary["train"]["rows"])
-    batch = feed.batch(0)
+    batch = DataLoader(train, seed=0, batch=summary["train"]["rows"]).batch(0)
     # Trained is what the assistant says, to the end of its message.
     for tokens, mask in zip(batch["tokens"], batch["loss_mask"].astype(bool)):
         text = tokenizer().decode(tokens[mask], keep_special=True)

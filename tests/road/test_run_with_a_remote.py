@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from fnmatch import fnmatch
+from fnmatch import filter as fnfilter
 from pathlib import Path
 
 import pytest
@@ -27,18 +27,13 @@ SECRETS = {"WANDB_API_KEY": "a-key-of-weights-and-biases", "HF_TOKEN": "a-token"
 SETTINGS = ["data.sources=[{path: pocket-world, max_bytes: 0.05MB}]", "sft=null", "evaluate=null", "export=null"]
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"memory://{tmp_path}/copies"
-
-
 def run(runs: Path, remote: str, *words: str, status: int = 0) -> None:
     settings = (*SETTINGS, f"runtime.remote={remote}")
     run_affinage.run("run", tiny_run.RECIPE, "--runs", runs, *words, settings=settings, status=status)
 
 
-def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secret(tmp_path, url, capfd, monkeypatch):
-    save = CheckpointStore.save
+def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secret(tmp_path, capfd, monkeypatch):
+    url, save = f"memory://{tmp_path}/copies", CheckpointStore.save
 
     def saved_and_copied(store: CheckpointStore, step: int, *given: object) -> None:
         """Steps that come while another is copied are passed over: which ones hangs on the machine."""
@@ -51,12 +46,11 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     monkeypatch.setattr(CheckpointStore, "save", saved_and_copied)
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     run(first, url)
-    marks = [name for name in RemoteFolder(url).sizes() if fnmatch(name, f"pretrain-*/checkpoints/??/{COMMIT}")]
+    marks = fnfilter(RemoteFolder(url).sizes(), f"pretrain-*/checkpoints/??/{COMMIT}")
     assert [name.split("/")[2] for name in marks] == ["15", "20"]
     RemoteFolder(url).remove(marks[1:])  # as if the machine had been taken away in the midst of the last save
-    for name in dict.fromkeys(name.partition("/")[0] for name in RemoteFolder(url).sizes()):
-        if name.startswith(("pretrain-", "report-")):
-            RemoteFolder(url).remove([f"{name}/manifest.json"])
+    for step in ("pretrain", "report"):
+        RemoteFolder(url).remove(fnfilter(RemoteFolder(url).sizes(), f"{step}-*/manifest.json"))
     said = capfd.readouterr()
 
     run(second, url)
@@ -86,15 +80,15 @@ def test_a_remote_that_is_none_or_has_a_secret_in_it_is_refused(tmp_path: Path, 
     assert "--set runtime.remote" in said and "hunter2" not in said
 
 
-def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, url: str, capfd: pytest.CaptureFixture[str]):
-    remote, until = RemoteFolder(url), ("--until", "train-tokenizer")
+def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    url, until = f"memory://{tmp_path}/copies", ("--until", "train-tokenizer")
+    remote = RemoteFolder(url)
     run(tmp_path / "first", url, *until)
-    name = next(name for name in remote.sizes() if name.startswith("split-") and name.endswith(".parquet"))
+    name = fnfilter(remote.sizes(), "split-*.parquet")[0]
     contents = bytearray(remote.read(name) or b"")
     contents[len(contents) // 2] ^= 1
     remote.write(name, bytes(contents))
-    folders = {name.partition("/")[0] for name in remote.sizes()}
-    remote.remove([f"{folder}/manifest.json" for folder in folders if folder.startswith("train-tokenizer-")])
+    remote.remove(fnfilter(remote.sizes(), "train-tokenizer-*/manifest.json"))
     run(tmp_path / "second", url, *until, status=2)
     assert Path(name).name in capfd.readouterr().err
     remote.remove([f"{name.partition('/')[0]}/manifest.json"])
@@ -132,18 +126,9 @@ def test_processes_that_share_no_disk_train_together_by_way_of_gs(tmp_path: Path
     assert not (tmp_path / "1" / "store" / training.name / "checkpoints").exists()
 
 
-LONGEST = 550  # seconds
-
-
 def start(*words: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "affinage", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(*words: str) -> None:
-    process = start(*words)
-    told, _ = process.communicate(timeout=LONGEST)
-    assert process.returncode == 0, told
 
 
 def done(runs: Path) -> dict[str, str]:
@@ -157,12 +142,12 @@ def test_killed_while_it_trains_it_ends_with_the_same_bits(tiny_runs: Path, own_
         shutil.rmtree((own_runs / "tiny" / stage).resolve())
     words = ["run", *tiny_run.WORDS, "--runs", str(own_runs), "--until", "dpo"]
     process, saved = start(*words), "store/dpo-*/checkpoints/2/commit_success.txt"
-    until(lambda: list(own_runs.glob(saved)) or process.poll() is not None, LONGEST)
+    until(lambda: list(own_runs.glob(saved)) or process.poll() is not None, 550)
     process.kill()
     told, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, told
     before = done(own_runs)
-    finish(*words)
+    run_affinage.run(*words)
     assert before.items() <= done(own_runs).items() and not any(name.startswith("dpo") for name in before)
     assert json.loads((own_runs / "tiny/dpo/summary.json").read_text())["resumed_at"]
     assert tiny.saved_bits(own_runs / "tiny/dpo", 4) == tiny.saved_bits(tiny_runs / "tiny/dpo", 4)
@@ -182,7 +167,7 @@ def test_ten_kills_at_random_moments_change_nothing(tiny_runs: Path, tmp_path: P
         process.kill()
         process.communicate()
     assert died_at_work >= 5  # the others had come to the end
-    finish(*words)
+    run_affinage.run(*words)
     for name in ("model.safetensors", "tokenizer.json"):
         ours, theirs = (runs / "tiny/export/model" / name for runs in (killed, tiny_runs))
         assert ours.read_bytes() == theirs.read_bytes(), name
