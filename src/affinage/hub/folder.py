@@ -234,8 +234,7 @@ def export(
     _write_weights({name: _converted(name, tensor, dtype) for name, tensor in tensors.items()}, partial, max_shard_size)
     system_prompt = model.system_prompt if model.chat else ""
     write_hf_tokenizer(tokenizer, partial, context=model.context, chat=model.chat, system_prompt=system_prompt)
-    card = model_card(model, facts, place or folder.name)
-    write_atomically(partial / "README.md", card.encode())
+    write_atomically(partial / "README.md", model_card(model, facts, place or folder.name).encode())
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return {"dtype": dtype, "parameters": parameters(model.graph).total, "files": _sizes(folder)}
