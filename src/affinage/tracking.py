@@ -185,7 +185,7 @@ def _trackio(run: TrackedRun, project: str = "") -> Tracker:
 @tracker("mlflow")
 def _mlflow(run: TrackedRun, uri: str = "", experiment: str = "") -> Tracker:
     """An MLflow run on a server, or in a database on this machine."""
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # seven take minutes, in which nobody is told
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # seven take minutes, and nothing is reported before
     import mlflow
 
     mlflow.set_tracking_uri(uri or f"sqlite:///{run.runs / 'mlflow.db'}")
