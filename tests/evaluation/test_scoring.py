@@ -168,10 +168,13 @@ def test_what_questions_share_is_computed_once_and_short_ones_share_a_row():
     for pair in (([], [1]), ([1], []), ([1], [2] * 9)):  # which cannot be scored
         with pytest.raises((ValueError, UserError)):
             as_rows([pair], context=8)
-    question = list(range(1, 21))
-    pairs = [(question, end) for end in ([30, 40, 50], [30], [31], [30])]
+    text = list(range(1, 21))
+    pairs = [(text, end) for end in ([30, 40, 50], [30], [31], [30])]
+    pairs += [([*text, question, 70], [choice]) for question in (50, 60) for choice in (30, 31)]
     (group,) = find_groups(as_rows(pairs, 99), 198)
-    assert group.length == 20 + 2 and group.targets == 6
+    assert group.length == 20 + 3 * 2 and group.targets == 10
+    apart = [([*text, *text], [n, n]) for n in range(4)] + [([*text, *[9] * 20], [1])]  # 124 if joined
+    assert [group.length for group in find_groups(as_rows(apart, 99), 198)] == [40 + 4, 40]
     (batch,) = packed(find_groups(rows_of([([1, n], [2]) for n in range(10)]), 2 * ROW), 9)
     assert len(batch.tokens) == 3 and sum(map(len, batch.requests)) == 10
 

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -62,21 +62,21 @@ def as_rows(pairs: Sequence[Pair], context: int) -> list[Row]:
     return rows
 
 
-_SHORTEST = 8  # shared tokens that are worth a group, and a quarter of a row's tokens, too
+_SHORTEST = 8  # saved tokens that are worth a group, and a quarter of a row's tokens, too
 _ROOM = 256  # tokens of a group of short rows, at most
 
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Rows whose first `shared` tokens are the same, before their targets; or one row by itself, with 0."""
+    """Rows whose first `shared` tokens are the same, in order; or one row by itself, with 0."""
 
     shared: int
     rows: tuple[Row, ...]
 
     @cached_property
     def length(self) -> int:
-        """Tokens, the shared ones counted once."""
-        return self.shared + sum(len(row.tokens) - self.shared for row in self.rows)
+        """Tokens, the shared ones and those of equal rows counted once."""
+        return self.shared + sum(len(tokens) - self.shared for tokens in {row.tokens for row in self.rows})
 
     @cached_property
     def targets(self) -> int:
@@ -95,11 +95,12 @@ def find_groups(rows: Sequence[Row], most: int) -> list[PrefixGroup]:
     for row in sorted(rows, key=lambda row: (row.tokens, row.request)):
         if groups:
             last = groups[-1]
-            limit = min(last.shared or last.rows[0].first + 1, row.first + 1)
+            limit = min(last.shared or len(last.rows[0].tokens), len(row.tokens))
             pairs = zip(last.rows[-1].tokens[:limit], row.tokens, strict=False)
             alike = next((n for n, (a, b) in enumerate(pairs) if a != b), limit)
             joined = PrefixGroup(alike, (*last.rows, row))
-            if alike >= max(_SHORTEST, len(row.tokens) / 4) and joined.length <= most:
+            saved = last.length + len(row.tokens) - joined.length
+            if saved >= max(_SHORTEST, len(row.tokens) / 4) and joined.length <= most:
                 groups[-1] = joined
                 continue
         groups.append(PrefixGroup(0, (row,)))
@@ -110,13 +111,12 @@ def find_groups(rows: Sequence[Row], most: int) -> list[PrefixGroup]:
 # those of 50 tokens 192 hold three, and 256 five.
 _ROOMS = (192, 256, 320, 448, 576)
 _EQUAL = 1750  # keys whose attention costs a token as much as the rest of a layer, in a narrow model on CPUs
-_FEW = 4  # if at most one in four of a row's tokens is scored, the last layer's attention computes these alone
 _GroupRow = list[PrefixGroup]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of groups, padded to one shape, in R equal parts; a part is a row if few of its tokens are scored."""
+    """Rows of groups, padded to one shape, in R equal parts."""
 
     tokens: Int[np.ndarray, "B S"]  # of a group the shared ones, then the ends of its rows one after the other
     # `positions`: those of every end follow the shared ones. `segment_ids`: a number for the shared tokens, and one for
@@ -160,8 +160,6 @@ def batches(groups: Sequence[PrefixGroup], tokens: int, *, context: int, most: i
         columns, of_part = _padded(max(sum(map(_targets, part)) for part in parts)), len(parts[0])
         padded = [row for part in parts for row in [*part, *[[]] * (of_part - len(part))]]
         of_batch = of_part * multiple
-        if _FEW * _padded(_targets(rows[0])) <= length:  # row by row
-            columns, of_part = _padded(_targets(rows[0])), 1
         joined = length > context or any(len(row) > 1 or len(row[0].rows) > 1 for row in rows)
         for start in range(0, len(padded), of_batch):
             made.append(_batch(padded[start : start + of_batch], length, of_part, columns, joined))
@@ -211,21 +209,20 @@ def _batch(rows: Sequence[_GroupRow], length: int, of_part: int, columns: int, j
             positions[index, first : first + shared] = np.arange(shared)
             segments[index, first : first + shared] = number
             start += shared
-            for row in group.rows:
+            for text, equal in groupby(group.rows, lambda row: row.tokens):
                 number += 1
-                own = slice(start, start + len(row.tokens) - shared)
-                tokens[index, own] = row.tokens[shared:]
-                positions[index, own] = np.arange(shared, len(row.tokens))
+                own = slice(start, start + len(text) - shared)
+                tokens[index, own] = text[shared:]
+                positions[index, own] = np.arange(shared, len(text))
                 segments[index, own] = number
-                # A target may stand after the last of the shared tokens.
-                after = np.arange(row.first, len(row.tokens))
-                count = len(row.targets)
-                after_which[part, column : column + count] = place_in_part * length + np.where(
-                    after < shared, after + first, after - shared + start
-                )
-                targets[part, column : column + count] = row.targets
-                requests[part].append((row.request, count))
-                start, column = own.stop, column + count
+                for row in equal:
+                    after, count = np.arange(row.first, len(text)), len(row.targets)
+                    at = np.where(after < shared, after + first, after - shared + start)
+                    after_which[part, column : column + count] = place_in_part * length + at
+                    targets[part, column : column + count] = row.targets
+                    requests[part].append((row.request, count))
+                    column += count
+                start = own.stop
     places = dict(zip(("positions", "segment_ids", "prefix_segment_ids"), arrays, strict=True))
     return Batch(tokens, places, after_which, targets, requests, joined)
 
