@@ -1,9 +1,10 @@
 """The kernels of the data pipeline beside other libraries: deduplication, encoding, chats, batches.
 
-    python benchmarks/data.py [dedup encode chat feed] [--quick]
+    python benchmarks/data.py [dedup encode chat sft feed] [--quick]
 
-Rates are by seconds of CPU in one thread, so that other work on the machine does not count; each is the median of
-several repetitions. Libraries that are not installed (datatrove, grain) are left out.
+Rates are by seconds of CPU in one thread, so that other work on the machine does not count, but those of `sft` by the
+clock, with a process for each core; each is the median of several repetitions. Libraries that are not installed
+(datatrove, grain) are left out.
 
 - dedup: documents of 2 KB, half of them planted copies. Ours goes from text to what stays, by way of scratch files, and
   checks the exact Jaccard similarity of every candidate; datatrove stops at candidates. Recall is over pairs planted
@@ -12,6 +13,8 @@ several repetitions. Libraries that are not installed (datatrove, grain) are lef
   with the same model and equal ids.
 - chat: conversations to ids and loss masks in chat templates, beside transformers' `apply_chat_template`, which makes
   no mask where the template has no {% generation %} blocks.
+- sft: a file of conversations of two messages to packed token shards, as the step `sft-data` writes them, beside the
+  `datasets` library, which maps `apply_chat_template` with masks over the same conversations and does not pack them.
 - feed: batches of 2,048 tokens, shuffled and mixed from five sources, with segment ids, positions and loss mask, beside
   Grain's pipeline of the same.
 """
@@ -155,6 +158,19 @@ def encode(quick: bool) -> Iterator[Result]:
 # ---- chat ----
 
 
+def conversations(count: int, turns: int) -> list[list[dict[str, str]]]:
+    """Return conversations of so many questions and answers, each of 10 to 120 words."""
+    draw = random.Random(0)
+    words = "the capital of France is Paris, and it has many old streets where people walk; où ? Douze".split()
+    return [
+        [
+            {"role": role, "content": " ".join(draw.choices(words, k=draw.randint(10, 120)))}
+            for role in ("user", "assistant") * turns
+        ]
+        for _ in range(count)
+    ]
+
+
 def chat(quick: bool) -> Iterator[Result]:
     """Conversations to ids and loss masks."""
     from template_forms import PIECES, SOURCES, folder_of
@@ -163,21 +179,51 @@ def chat(quick: bool) -> Iterator[Result]:
     from affinage.data.chat import encode_conversation
     from affinage.data.tokenizer import Tokenizer
 
-    draw = random.Random(0)
-    words = "the capital of France is Paris, and it has many old streets where people walk; où ? Douze".split()
-
-    def message(role: str) -> dict[str, str]:
-        return {"role": role, "content": " ".join(draw.choices(words, k=draw.randint(10, 120)))}
-
     for form, turns in itertools.product(("llama3", "qwen2_5_training", "zephyr"), (1, 3, 30)):
         folder = folder_of("pieces" if form in PIECES else "bytes")
         ours, theirs = Tokenizer(folder, SOURCES[form]), PreTrainedTokenizerFast.from_pretrained(folder)
-        talks = [[*map(message, ("user", "assistant") * turns)] for _ in range((20 if quick else 200) // turns + 1)]
+        talks = conversations((20 if quick else 200) // turns + 1, turns)
         more = {"return_assistant_tokens_mask": True, "return_dict": True} if "training" in form else {}
         write = partial(theirs.apply_chat_template, chat_template=SOURCES[form], **more)
         encoders = (partial(encode_conversation, tokenizer=ours, system_prompt=""), write)
         rates = [len(talks) / cpu_seconds(lambda e=e, t=talks: [*map(e, t)]) for e in encoders]
         yield result(f"{form}, {turns} turns", rates[0], "conversations/s", rates[1])
+
+
+def sft(quick: bool) -> Iterator[Result]:
+    """A file of conversations to token shards."""
+    import datasets
+    from template_forms import SOURCES, folder_of
+    from transformers import PreTrainedTokenizerFast
+
+    from affinage.config.training import SftSettings
+    from affinage.data.executor import Executor
+    from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tuning_data import prepare_tuning_data
+
+    datasets.disable_progress_bars()
+    talks, template = conversations(2_000 if quick else 40_000, 1), SOURCES["qwen2_5_training"]
+    ours, theirs = Tokenizer(folder_of("bytes"), template), PreTrainedTokenizerFast.from_pretrained(folder_of("bytes"))
+    how = {"chat_template": template, "return_assistant_tokens_mask": True, "return_dict": True}
+
+    def encode(row: dict[str, Any]) -> dict[str, Any]:
+        return dict(theirs.apply_chat_template(row["messages"], **how))
+
+    with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
+        file, numbers = Path(name, "talks.jsonl"), itertools.count()
+        file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+        settings = SftSettings(sources=[{"path": str(file)}], steps=1)
+
+        def by_us() -> None:
+            to = Path(name, f"out-{next(numbers)}")
+            prepare_tuning_data(settings, ours, to, seq_len=1024, seed=0, system_prompt="", executor=Executor())
+
+        def by_datasets() -> None:
+            rows = datasets.Dataset.from_json(str(file), cache_dir=str(Path(name, f"cache-{next(numbers)}")))
+            rows.map(encode, num_proc=Executor().workers)
+
+        rates = [len(talks) / median_seconds(run, 3) for run in (by_us, by_datasets)]
+    yield result("conversations to shards, datasets", rates[0], "conversations/s", rates[1])
 
 
 # ---- feed ----
@@ -249,6 +295,7 @@ PARTS: dict[str, Callable[[bool], Iterator[Result]]] = {
     "dedup": dedup,
     "encode": encode,
     "chat": chat,
+    "sft": sft,
     "feed": feed,
 }
 

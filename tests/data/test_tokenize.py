@@ -13,12 +13,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from affinage.config.data import PackingSettings, safe_name
 from affinage.data.dataloader import ValidationRows
-from affinage.data.json_files import read_object
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.token_shards import TokenShards
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserWarned
+from affinage.json_files import read_object
 from run_affinage import refused
 from source_forms import rows_of, split_of
 from tiny_corpus import write_split

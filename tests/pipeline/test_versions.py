@@ -26,7 +26,7 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "synthesize": (1, "71be4e4de16b8564", 0.0),
     "ingest": (5, "95a11b6c8ede2cbd", 0.0),
     "filter": (5, "ab4a44c6d461db65", 0.8418),
-    "dedup": (4, "9f14425124ff7bdb", 0.84108),
+    "dedup": (5, "9f14425124ff7bdb", 0.84108),
     "decontaminate": (5, "9892894a43645e5a", 0.84164),
     "split": (4, "92b9f5fb957fe147", 0.8416),
     "train-tokenizer": (2, "0648cdd4b0762a22", 0.0),

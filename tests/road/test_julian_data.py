@@ -10,9 +10,9 @@ import zstandard
 from affinage.config.load import load_recipe
 from affinage.data.dataloader import DataLoader
 from affinage.data.ingest import ingest
-from affinage.data.json_files import read_object
 from affinage.data.special_tokens import IM_END, IM_START
 from affinage.data.tuning_data import prepare_tuning_data
+from affinage.json_files import read_object
 from source_forms import book, dump_streams, page, prose, rows_of, write_lines
 from tiny_models import tokenizer
 

@@ -8,6 +8,7 @@ the sum; two changes cancel each other out with a probability of 2^-32. A sum ha
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -41,6 +42,7 @@ METADATA = "_CHECKPOINT_METADATA"  # Orbax's file of a step's metadata
 COMMIT = "commit_success.txt"  # Orbax writes it last, when everything else of a step is on disk
 IDENTITY = "identity"  # key of the facts that decide about a run's numbers
 IO_TIMEOUT = 3600.0  # seconds in which every process has read or written its part of a state
+_policies = ocp.training.preservation_policies
 _OF_THE_CLOCK = ("saved", "seconds", "clock", "resumed_at")  # facts in which any two checkpoints differ
 absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax logs every file, and errors that it raises anyway
 # Once a task of Orbax has failed, and its error is raised, asyncio logs those of all other tasks.
@@ -181,10 +183,9 @@ class CheckpointStore:
         corrupted, or what was saved does not fit.
         """
         if step is None:
-            steps = Processes.at_work().broadcast("checkpoints", self.steps(), seconds=IO_TIMEOUT)
-            if not steps:
+            step = Processes.at_work().broadcast("checkpoints", max(self.steps(), default=-1), seconds=IO_TIMEOUT)
+            if step < 0:
                 raise UserError("there is no checkpoint", where=str(self.folder), fix="Train the model first.")
-            step = int(steps[-1])
         return self._read(step, abstract)[0]
 
     def restore_newest(
@@ -276,16 +277,17 @@ def _agreeing(part: str, path: Path) -> Iterator[None]:
 def steps_in(folder: Path) -> dict[int, str]:
     """Everything in a folder that is named like a step, oldest first: {step: why it is not complete, "" if it is}."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    steps = {}
-    for step in sorted(int(name) for name in names if name.isdecimal() and name == str(int(name))):
-        is_complete = all((folder / str(step) / name).exists() for name in (METADATA, COMMIT))
-        steps[step] = "" if is_complete else "it is incomplete: its save was cut off"
-    return steps
+    steps = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+    is_complete = {step: all((folder / str(step) / name).exists() for name in (METADATA, COMMIT)) for step in steps}
+    return {step: "" if is_complete[step] else "it is incomplete: its save was cut off" for step in steps}
 
 
 def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> set[int]:
-    """Those of the ascending `steps` that stay: the newest ones, and multiples of `keep_every`."""
-    return {*steps[-keep_last:], *(step for step in steps if keep_every and step % keep_every == 0)}
+    """Those of the ascending `steps` that Orbax's policies preserve: the newest ones, and multiples of `keep_every`."""
+    every = [_policies.EveryNSteps(keep_every)] if keep_every else []
+    policy = _policies.AnyPreservationPolicy([_policies.LatestN(keep_last), *every])
+    known = [ocp.training.CheckpointMetadata(step, epath.Path(), metadata=None) for step in steps]
+    return {*itertools.compress(steps, policy.should_preserve(known, context=_policies.PreservationContext()))}
 
 
 def _remove(path: Path) -> None:
@@ -344,8 +346,7 @@ def _sums(leaves: list[Array]) -> UInt32[Array, " N"]:
 
 
 def _checksum(array: Array) -> UInt32[Array, ""]:
-    size = min(array.dtype.itemsize, 4)  # an element of 8 bytes becomes two halves
-    bits = array.view(f"uint{8 * size}").astype(jnp.uint32)
+    bits = array.view(f"uint{8 * min(array.dtype.itemsize, 4)}").astype(jnp.uint32)  # 8 bytes become two halves
     index = jnp.zeros(bits.shape, jnp.uint32)
     for axis in range(bits.ndim):
         stride = math.prod(bits.shape[axis + 1 :]) % 2**32

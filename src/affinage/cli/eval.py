@@ -12,8 +12,8 @@ from affinage.cli import terminal
 from affinage.cli.run import run_own_steps
 from affinage.cli.terminal import arg, counted, described, emit, find, load, model_of, opt, table
 from affinage.cluster.processes import init_distributed, is_first, placement
-from affinage.data.json_files import write_json
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
+from affinage.json_files import write_json
 from affinage.stopping import StopSignals, without_readers
 
 if TYPE_CHECKING:

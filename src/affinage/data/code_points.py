@@ -73,15 +73,16 @@ def word_table(*, folded: bool = False) -> np.ndarray:
 @kernel
 def decode(data: Array, i: np.int64) -> tuple[np.int64, int]:
     """The code point at byte `i` of valid UTF-8 and its length in bytes."""
-    b = data[i]
+    at, one = np.uint64(i), np.uint64(1)  # an index without a sign, which does not count from the end
+    b = data[at]
     if b < 0x80:
         return np.int64(b), 1
     if b < 0xE0:
-        return np.int64(b & 0x1F) << 6 | np.int64(data[i + 1] & 0x3F), 2
+        return np.int64(b & 0x1F) << 6 | np.int64(data[at + one] & 0x3F), 2
+    low = np.int64(data[at + one] & 0x3F) << 6 | np.int64(data[at + one + one] & 0x3F)
     if b < 0xF0:
-        return np.int64(b & 0x0F) << 12 | np.int64(data[i + 1] & 0x3F) << 6 | np.int64(data[i + 2] & 0x3F), 3
-    high = np.int64(b & 0x07) << 18 | np.int64(data[i + 1] & 0x3F) << 12
-    return high | np.int64(data[i + 2] & 0x3F) << 6 | np.int64(data[i + 3] & 0x3F), 4
+        return np.int64(b & 0x0F) << 12 | low, 3
+    return np.int64(b & 0x07) << 18 | low << 6 | np.int64(data[at + one + one + one] & 0x3F), 4
 
 
 def count_characters(text: pa.Array) -> np.ndarray:

@@ -11,10 +11,10 @@ from affinage.config.training import ConversationSettings, TuningSettings
 from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
 from affinage.data.files import DamagedFile, Part
 from affinage.data.ingest import find_parts
-from affinage.data.json_files import encodable
 from affinage.data.places import located
 from affinage.data.readers import BadRecord, read_rows
 from affinage.errors import UserError
+from affinage.json_files import encodable
 
 _CONVERSATION = (
     'A conversation has "messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}: '

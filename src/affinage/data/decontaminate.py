@@ -26,10 +26,10 @@ from affinage.data.code_points import Array, kernel, repair, text_buffers, word_
 from affinage.data.dedup import hash_words, longest_text, shingles
 from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, numbered_files, read_documents
 from affinage.data.executor import LOCAL, Executor
-from affinage.data.json_files import encodable, write_json
 from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
+from affinage.json_files import encodable, write_json
 
 BOILERPLATE = 10  # a run of words in more items of a benchmark, or in more texts, is no match (GPT-3: documents)
 TEXT, KEY, START, STOP = range(4)  # columns of hits: the number of a text, that of a run, its bytes [start, stop)

@@ -1,8 +1,8 @@
 """Step `dedup`: one of several equal or nearly equal documents stays, in four passes over files.
 
-1. Signatures: a hash of the content and one key for each band of MinHash (LSH). 2. Documents that share a key are
-candidates. 3. The word n-grams of all candidates. 4. Comparison, from the best candidate to the worst: a document goes
-if its exact Jaccard similarity to one that stays, and with which it shares a key, reaches the threshold.
+1. Signatures: one key for each band of MinHash (LSH). 2. Documents that share a key are candidates. 3. What candidates
+are compared by, and their word n-grams. 4. Comparison, from the best candidate to the worst: a document goes if its
+exact Jaccard similarity to one that stays, and with which it shares a key, reaches the threshold.
 
 The best of two copies has fewer HTML tags and entities, then more distinct n-grams, then fewer bytes, then the smaller
 id. Documents of `dedup.against` come before all others and stay. Neither the executor nor the order of files matters.
@@ -24,21 +24,22 @@ import pyarrow.parquet as pq
 from pyarrow import feather
 
 from affinage.config.data import DedupSettings
-from affinage.data.code_points import BLANK, SINGLE, WORD, Array, decode, kernel, text_buffers, word_table
+from affinage.data.code_points import BLANK, SEPARATOR, SINGLE, WORD, Array, decode, kernel, text_buffers, word_table
 from affinage.data.documents import Stats, Verdicts, copy_documents, document_files, first_documents, read_documents
 from affinage.data.executor import LOCAL, Executor
 
 MAX_COMPARED = 256  # kept documents of one bucket that a document is compared with, the nearest in rank first
 REMOVED = "removed.parquet"
 _MARKUP = r"</?[a-zA-Z][^<>]*>|&#?\w{2,8};"
-_FACTS = ("content", "markup", "bytes")  # the first rows of a signature file; the keys of bands follow
-_NAMES = pa.schema([("id", pa.string()), ("source", pa.string()), ("size", pa.int64())])
+_FACTS = ("size", "content", "markup", "bytes")
+_NAMED = pa.schema(dict.fromkeys(("id", "source"), pa.string()) | dict.fromkeys(_FACTS, pa.int64()))
 _BEST_FIRST = [("released", "descending"), ("markup", "ascending"), ("size", "descending")]
 _BEST_FIRST += [(name, "ascending") for name in ("bytes", "id", "source", "content", "document")]
 _SEED = 0x5851F42D4C957F2D
 _PRIME = np.uint64(0x9E3779B97F4A7C15)  # the golden ratio's, odd
-_PRIME2 = np.uint64(0xD6E8FEB86659FD93)
+_SPACE = np.uint64(0xD6E8FEB86659FD93)
 _MASK = np.uint32(0xFFFFFF)
+_NONE = np.uint64(0xFFFFFFFFFFFFFFFF)  # no hash
 _TAG_BYTES = 200  # of an HTML tag, at most
 
 
@@ -58,60 +59,47 @@ def mix(x: np.uint64) -> np.uint64:
 @kernel
 def _tag_end(data: Array, i: np.int64, end: np.int64) -> np.int64:
     """Where the HTML tag that begins at byte `i` ends, or `i` if none does."""
-    if i + 2 >= end:
-        return i
-    letter = data[i + 2] if data[i + 1] == 0x2F else data[i + 1]
-    if not (0x41 <= letter <= 0x5A or 0x61 <= letter <= 0x7A):
+    if i + 2 >= end or not 0x61 <= data[i + 1 + (data[i + 1] == 0x2F)] | 0x20 <= 0x7A:
         return i
     for k in range(i + 1, min(end, i + _TAG_BYTES)):
         if data[k] == 0x3E:
             return np.int64(k + 1)
         if data[k] == 0x3C or data[k] == 0x0A:
-            return i
+            break
     return i
-
-
-@kernel
-def _add(words, places, count, hashed, start, stop):  # type: ignore[no-untyped-def]
-    words[count] = mix(hashed)
-    if places is not None:
-        places[count, 0], places[count, 1] = start, stop
-    return count + 1
 
 
 @kernel
 def hash_words(data, offsets, text, table, words, places):  # type: ignore[no-untyped-def]
     """Write hashes of the words of a text to `words`; return how many, and a hash of the whole text.
 
-    The latter is of the text but for case and white space, and only without `places`. With these (int64 [words, 2], or
-    None), which receive the first and last + 1 byte of every word in the text, HTML tags separate words.
+    The latter is of the text in lower case with every run of white space as one space. With `places` (int64 [words, 2],
+    or None), which receive the first and last + 1 byte of every word in the text, HTML tags separate words.
     """
     begin, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
-    i, start, count, word, whole, blank = begin, begin, 0, np.uint64(0), np.uint64(0), False
+    i, count, whole, space = begin, 0, np.uint64(0), np.uint64(0)
     while i < end:
-        code, size = decode(data, i)
-        if places is not None and code == 0x3C:
-            size = max(size, _tag_end(data, i, end) - i)
-        kind, point = table[code] >> np.uint32(24), np.uint64(table[code] & _MASK)
-        if places is None:
-            if kind == BLANK:
-                blank = whole != np.uint64(0)
-            else:
-                if blank:
-                    whole = (whole ^ np.uint64(32)) * _PRIME
-                whole, blank = (whole ^ point) * _PRIME, False
-        if kind == WORD:
-            if word == 0:
-                start = i
-            word = (word ^ (point + np.uint64(1))) * _PRIME
-        else:
-            if word != 0:
-                count, word = _add(words, places, count, word, start - begin, i - begin), np.uint64(0)
-            if kind == SINGLE:
-                count = _add(words, places, count, point * _PRIME2, i - begin, i + size - begin)
-        i += size
-    if word != 0:
-        count = _add(words, places, count, word, start - begin, end - begin)
+        start, word = i, np.uint64(0)
+        while i < end:
+            code, size = decode(data, i)
+            kind, point = table[code] >> np.uint32(24), np.uint64(table[code] & _MASK)
+            if kind == WORD or (kind == SINGLE and i == start):
+                word = (word ^ (point + np.uint64(1))) * _PRIME
+                i += size
+            if kind != WORD:
+                break
+        if word != 0:
+            whole, space = (whole ^ word ^ space) * _PRIME, np.uint64(0)
+            words[count] = mix(word)
+            if places is not None:
+                places[count, 0], places[count, 1] = start - begin, i - begin
+            count += 1
+        if i < end and kind == BLANK:
+            space = _SPACE if whole != 0 else space
+            i += size
+        elif i < end and kind == SEPARATOR:
+            whole, space = (whole ^ point ^ space) * _PRIME, np.uint64(0)
+            i = max(i + size, _tag_end(data, i, end)) if places is not None and code == 0x3C else i + size
     return count, mix(whole)
 
 
@@ -124,16 +112,13 @@ def longest_text(offsets: Array) -> int:
 @kernel
 def shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Array) -> int:
     """Write the hashes of all `ngram` words in a row to `out`; a text without words has the one shingle `wordless`."""
-    power = np.uint64(1)
-    for _ in range(ngram):
-        power *= _PRIME
-    rolling = np.uint64(0)
-    for i in range(min(ngram, count)):
+    power = _PRIME ** np.uint64(ngram)
+    out[0], rolling = wordless, np.uint64(0)
+    for i in range(count):
         rolling = rolling * _PRIME + words[i]
-    out[0] = mix(rolling) if count else wordless
-    for i in range(ngram, count):
-        rolling = rolling * _PRIME + words[i] - words[i - ngram] * power
-        out[i - ngram + 1] = mix(rolling)
+        if i >= ngram:
+            rolling -= words[i - ngram] * power
+        out[max(0, i - ngram + 1)] = mix(rolling)
     return max(1, count - ngram + 1)
 
 
@@ -141,58 +126,84 @@ def shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Arr
 
 
 @kernel
-def _sign(
-    data: Array, offsets: Array, table: Array, ngram: int, a: Array, b: Array, content: Array, keys: Array
-) -> None:
+def _sign(data: Array, offsets: Array, table: Array, ngram: int, a: Array, b: Array, keys: Array) -> None:
     room, rows = longest_text(offsets), a.size // keys.shape[0]
-    words, runs, minima = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(a.size, np.uint32)
+    words, runs, halves = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(room, np.uint32)
     for text in range(offsets.size - 1):
-        count, content[text] = hash_words(data, offsets, text, table, words, None)
-        minima[:] = np.uint32(0xFFFFFFFF)
-        for i in range(shingles(words, count, ngram, content[text], runs)):
-            x = np.uint32(runs[i] >> np.uint64(32))
-            for k in range(minima.size):
-                minima[k] = min(minima[k], np.uint32(a[k] * x + b[k]))
+        count, content = hash_words(data, offsets, text, table, words, None)
+        number = shingles(words, count, ngram, content, runs)
+        halves[:number] = runs[:number] >> np.uint64(32)
         for band in range(keys.shape[0]):
             key = np.uint64(band)
             for row in range(band * rows, (band + 1) * rows):
-                key = mix(key ^ np.uint64(minima[row]))
+                least = np.uint32(0xFFFFFFFF)
+                for i in range(number):
+                    least = min(least, np.uint32(a[row] * halves[i] + b[row]))
+                key = mix(key ^ np.uint64(least))
             keys[band, text] = key
 
 
-def sign(text: pa.Array, ngram: int, bands: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """What finds the duplicates among N texts.
+def sign(text: pa.Array, ngram: int, bands: int, rows: int) -> np.ndarray:
+    """Keys of N texts by which duplicates meet, uint64 [bands, N]: equal where all `rows` hashes of a band are.
 
-    Returns:
-        content: uint64 [N], a hash of the text in lower case with every run of white space as one space.
-        keys: uint64 [bands, N], equal where all `rows` hashes of a band are. The hash functions are a x + b mod 2^32
-        with odd a (Dietzfelbinger's multiply-shift).
+    The hash functions are a x + b mod 2^32 with odd a (Dietzfelbinger's multiply-shift).
     """
     a, b = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 2**32, (2, bands * rows), np.uint32)
-    content, keys = np.empty(len(text), np.uint64), np.empty((bands, len(text)), np.uint64)
-    _sign(*text_buffers(text), word_table(), ngram, a | np.uint32(1), b, content, keys)
-    return content, keys
+    keys = np.empty((bands, len(text)), np.uint64)
+    _sign(*text_buffers(text), word_table(), ngram, a | np.uint32(1), b, keys)
+    return keys
 
 
 @kernel
-def _shingle_sets(data: Array, offsets: Array, table: Array, ngram: int, out: Array, sizes: Array) -> int:
+def _write_set(hashes: Array, out: Array) -> int:
+    """Write the distinct ones of `hashes` to `out`, ascending; return how many.
+
+    A hash goes to the slot in proportion to its value, or to the first after it whose hash is larger and makes way.
+    """
+    slots, size = np.full(4 * hashes.size, _NONE), 0
+    for each in hashes:
+        slot = (each >> np.uint64(32)) * np.uint64(3 * hashes.size) >> np.uint64(32)
+        while slots[slot] < each:
+            slot += np.uint64(1)
+        held = slots[slot]
+        slots[slot] = each
+        while held != _NONE and held != each:
+            slot += np.uint64(1)
+            slots[slot], held = held, slots[slot]
+    for each in slots:
+        out[size] = each
+        size += each != _NONE
+    return size
+
+
+@kernel
+def _shingle_sets(data: Array, offsets: Array, table: Array, ngram: int, out: Array, facts: Array) -> int:
     room, total = longest_text(offsets), 0
     words, runs = np.empty(room, np.uint64), np.empty(room, np.uint64)
-    for text in range(sizes.size):
+    for text in range(offsets.size - 1):
         count, content = hash_words(data, offsets, text, table, words, None)
-        distinct = np.unique(runs[: shingles(words, count, ngram, content, runs)])
-        out[total : total + distinct.size] = distinct
-        sizes[text] = distinct.size
-        total += distinct.size
+        size = _write_set(runs[: shingles(words, count, ngram, content, runs)], out[total:])
+        marked = False
+        for byte in data[offsets[text] : offsets[text + 1]]:
+            marked |= (byte == 0x3C) | (byte == 0x26)
+        facts[0, text], facts[1, text], facts[2, text] = size, np.int64(content), marked
+        total += size
     return total
 
 
 def shingle_sets(text: pa.Array, ngram: int) -> tuple[np.ndarray, np.ndarray]:
-    """The sorted distinct shingles of N texts end to end, uint64, and how many each text has, int64 [N]."""
+    """The sorted distinct shingles of N texts end to end, uint64, and facts about each text, int64 [4, N].
+
+    These are how many shingles it has, its hash, how many HTML tags and entities, and how many bytes.
+    """
     data, offsets = text_buffers(text)
-    sizes = np.empty(len(text), np.int64)
-    out = np.empty(int(offsets[-1] - offsets[0]) + len(text), np.uint64)  # a text has no more words than bytes
-    return out[: _shingle_sets(data, offsets, word_table(), ngram, out, sizes)].copy(), sizes
+    facts = np.empty((len(_FACTS), len(text)), np.int64)
+    facts[3] = np.diff(offsets)
+    out = np.empty(int(offsets[-1] - offsets[0]) + len(text) + 1, np.uint64)  # a text has no more words than bytes
+    total = _shingle_sets(data, offsets, word_table(), ngram, out, facts)
+    marked = facts[2] > 0  # texts with < or &
+    facts[2, marked] = pc.count_substring_regex(text.filter(pa.array(marked)), _MARKUP)
+    return out[:total], facts
 
 
 @kernel
@@ -213,14 +224,11 @@ def jaccard(a: Array, b: Array, threshold: float) -> float:
 
 
 @kernel
-def _match(
-    buckets: Array, sets: Array, starts: Array, sizes: Array, threshold: float, stays: int
-) -> tuple[Array, Array]:
-    """From the first document to the last: the kept one it is a copy of, or -1; their similarity.
+def _match(buckets: Array, sets: Array, starts: Array, sizes: Array, least: float, stays: int) -> tuple[Array, Array]:
+    """From the first document to the last: the kept one with a similarity of at `least` that, or -1; this similarity.
 
     The first `stays` documents are kept whatever they are. Another is compared with the kept ones of its buckets, the
-    latest first: they are the nearest in rank, and one with less than `threshold` times as many n-grams cannot be a
-    copy. The kept documents of a bucket form a linked list (`head`, `link`).
+    latest first: they are the nearest in rank. The kept documents of a bucket form a linked list (`head`, `link`).
     """
     texts, bands = buckets.shape
     match, similarity = np.full(texts, -1, np.int64), np.zeros(texts)
@@ -231,15 +239,12 @@ def _match(
         for band in range(bands if text >= stays else 0):
             other, steps = head[buckets[text, band], band], 0
             while other >= 0 and match[text] < 0 and steps < MAX_COMPARED:
-                small, large = min(sizes[text], sizes[other]), max(sizes[text], sizes[other])
-                if last_compared[other] != text and small >= threshold * large:
+                if last_compared[other] != text:
                     last_compared[other] = text
-                    near = jaccard(mine, sets[starts[other] : starts[other] + sizes[other]], threshold)
+                    near = jaccard(mine, sets[starts[other] : starts[other] + sizes[other]], least)
                     if near >= 0:
                         match[text], similarity[text] = other, near
                 other, steps = link[other, band], steps + 1
-            if match[text] >= 0:
-                break
         if match[text] < 0:
             for band in range(bands):
                 link[text, band] = head[buckets[text, band], band]
@@ -292,77 +297,65 @@ def find_duplicates(
     executor.map(partial(_write_signatures, settings, scratch), tasks, scratch / "sign", threads=True, label="signing")
     candidates = np.zeros(starts[-1], bool)  # documents that share a key
     for band in range(settings.num_buckets):
-        keys = _signatures(scratch, len(files), len(_FACTS) + band)
-        order = np.argsort(keys, kind="stable")
+        keys = _keys(scratch, starts, band)
+        order = np.argsort(keys)
         same = np.flatnonzero(np.diff(keys[order]) == 0)
         candidates[order[same]] = candidates[order[same + 1]] = True
     gather = partial(_gather, settings, scratch, candidates)
     executor.map(gather, tasks, scratch / "gather", threads=True, label="gathering")
-    return _compare(settings, scratch, candidates, len(files), starts[released])
+    return _compare(settings, scratch, candidates, starts, starts[released])
 
 
 def _write_signatures(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int]) -> None:
-    """Pass 1: write the signatures of one file, uint64 [3 + bands, documents]."""
+    """Pass 1: write the keys of one file, uint64 [bands, documents]."""
     number, path, _ = task
-    parts = [np.zeros((len(_FACTS) + settings.num_buckets, 0), np.uint64)]
+    parts = [np.zeros((settings.num_buckets, 0), np.uint64)]
     for batch in read_documents(path, ["text"]):
-        text = batch.column("text")
-        content, keys = sign(text, settings.n_grams, settings.num_buckets, settings.hashes_per_bucket)
-        markup = pc.count_substring_regex(text, _MARKUP).to_numpy()
-        parts.append(np.vstack([content, markup, np.diff(text_buffers(text)[1]), keys]).astype(np.uint64))
-    np.save(scratch / f"signatures-{number}.npy", np.concatenate(parts, axis=1))
+        parts.append(sign(batch["text"], settings.n_grams, settings.num_buckets, settings.hashes_per_bucket))
+    np.concatenate(parts, axis=1).tofile(scratch / f"keys-{number}")
 
 
-def _signatures(scratch: Path, files: int, row: int) -> np.ndarray:
-    """One row of the signatures, uint64 [documents of all files]."""
-    return np.concatenate([np.load(scratch / f"signatures-{k}.npy", mmap_mode="r")[row] for k in range(files)])
+def _keys(scratch: Path, starts: Sequence[int], band: int) -> np.ndarray:
+    """The keys of one band, uint64 [documents of all files]."""
+    sizes = enumerate(np.diff(starts))
+    return np.concatenate([np.fromfile(scratch / f"keys-{k}", np.uint64, n, offset=8 * n * band) for k, n in sizes])
 
 
 def _gather(settings: DedupSettings, scratch: Path, candidates: np.ndarray, task: tuple[int, Path, int]) -> None:
-    """Pass 3: write the names of the candidates of one file, how many n-grams each has, and these end to end."""
-    (number, path, start), names = task, [_NAMES.empty_table()]
+    """Pass 3: write facts about the candidates of one file, and the n-grams of each end to end."""
+    (number, path, start), tables = task, [_NAMED.empty_table()]
     with (scratch / f"sets-{number}").open("wb") as sets:
         for batch in read_documents(path, ["id", "source", "text"]):
             batch, start = batch.filter(pa.array(candidates[start : start + len(batch)])), start + len(batch)
-            own_sets, sizes = shingle_sets(batch["text"], settings.n_grams)
+            own_sets, facts = shingle_sets(batch["text"], settings.n_grams)
             own_sets.tofile(sets)
             # Released documents may be without names.
             own = {name: batch[name] if name in batch.schema.names else [""] * len(batch) for name in ("id", "source")}
-            names.append(pa.table(own | {"size": sizes}, _NAMES))
-    feather.write_feather(pa.concat_tables(names), scratch / f"candidates-{number}", compression="uncompressed")
+            tables.append(pa.table(own | dict(zip(_FACTS, facts)), _NAMED))
+    feather.write_feather(pa.concat_tables(tables), scratch / f"candidates-{number}", compression="uncompressed")
 
 
-def _compare(settings: DedupSettings, scratch: Path, candidates: np.ndarray, files: int, released: int) -> pa.Table:
+def _compare(settings: DedupSettings, scratch: Path, candidates: Array, starts: list[int], released: int) -> pa.Table:
     """Pass 4: the table of the removed documents. N-grams stay in a mapped file."""
     tables = []
     with (scratch / "sets").open("wb") as joined:
-        for number in range(files):
+        for number in range(len(starts) - 1):
             tables.append(feather.read_table(scratch / f"candidates-{number}"))
-            joined.write((scratch / f"sets-{number}").read_bytes())
+            with (scratch / f"sets-{number}").open("rb") as sets:
+                shutil.copyfileobj(sets, joined, 1 << 20)
         joined.write(bytes(8))  # an empty file cannot be mapped
-    names, documents = pa.concat_tables(tables), np.flatnonzero(candidates)
-    facts = {name: _signatures(scratch, files, row)[candidates] for row, name in enumerate(_FACTS)}
-    facts |= {"document": documents, "released": documents < released}
-    table = pa.table(dict(zip(names.column_names, names.columns)) | facts)
-    starts = np.append(0, np.cumsum(table["size"].to_numpy()))
+    documents = np.flatnonzero(candidates)
+    table = pa.concat_tables(tables).append_column("document", pa.array(documents))
+    table = table.append_column("released", pa.array(documents < released))
+    sizes, stays = table["size"].to_numpy(), int(np.searchsorted(documents, released))
     order = pc.sort_indices(table, _BEST_FIRST).to_numpy()
     buckets = np.empty((len(table), settings.num_buckets), np.int32)
     for band in range(settings.num_buckets):
-        keys = _signatures(scratch, files, len(_FACTS) + band)[candidates]
-        buckets[:, band] = np.unique(keys, return_inverse=True)[1]
-    table, starts, buckets, sizes = table.take(order), starts[order], buckets[order], table["size"].to_numpy()[order]
-    n_grams, stays = np.memmap(scratch / "sets", np.uint64, "r"), int(facts["released"].sum())
-    match, similarity = _match(buckets, n_grams, starts, sizes, settings.threshold, stays)
+        buckets[:, band] = np.unique(_keys(scratch, starts, band)[candidates], return_inverse=True)[1]
+    table, places, n_grams = table.take(order), np.cumsum(sizes) - sizes, np.memmap(scratch / "sets", np.uint64, "r")
+    match, similarity = _match(buckets[order], n_grams, places[order], sizes[order], settings.threshold, stays)
     copies = np.flatnonzero(match >= 0)
     gone, kept = table.take(pa.array(copies)), table.take(pa.array(match[copies]))
-    removed = {
-        "document": gone["document"],
-        "kept": kept["document"],
-        "id": gone["id"],
-        "source": gone["source"],
-        "duplicate_of": kept["id"],
-        "duplicate_of_source": kept["source"],
-        "jaccard": similarity[copies],
-        "exact": pc.equal(gone["content"], kept["content"]),
-    }
-    return pa.table(removed).sort_by("document")
+    removed = {"document": gone["document"], "kept": kept["document"], "id": gone["id"], "source": gone["source"]}
+    removed |= {"duplicate_of": kept["id"], "duplicate_of_source": kept["source"], "jaccard": similarity[copies]}
+    return pa.table(removed | {"exact": pc.equal(gone["content"], kept["content"])}).sort_by("document")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from affinage.config.data import DataSettings
-from affinage.data.json_files import write_json
 from affinage.errors import TransientError, UserError, first_line, is_transient
+from affinage.json_files import write_json
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -26,8 +26,8 @@ from fsspec.core import has_magic, url_to_fs
 
 from affinage.config.data import SourceSettings
 from affinage.data.executor import with_retries
-from affinage.data.json_files import encodable
 from affinage.errors import TransientError, UserError, first_line, is_transient
+from affinage.json_files import encodable
 
 CACHE_VARIABLE = "AFFINAGE_CACHE"
 _HASH = "#sha256="  # after a web address: the hash that the file must have; servers do not see it

@@ -25,9 +25,9 @@ from jaxtyping import Integer
 
 from affinage.data import executor
 from affinage.data.code_points import kernel
-from affinage.data.json_files import write_atomically, write_json
 from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError, is_transient
+from affinage.json_files import write_atomically, write_json
 
 FACTS = "shards.json"
 # Tokens [start, stop) of a row of the shard are the document's from its token `offset` on, <s> included.

@@ -21,9 +21,9 @@ from tokenizers import pre_tokenizers
 
 from affinage.data.chat import ChatTemplate
 from affinage.data.fast_bpe import FastBpe
-from affinage.data.json_files import encodable, read_object, write_atomically, write_json
 from affinage.data.special_tokens import BOS, CODE_FRAME, CODE_LANGUAGE, FIXED_PIECES, IM_END, MARKS, NAMED, UNK, Marks
 from affinage.errors import UserError
+from affinage.json_files import encodable, read_object, write_atomically, write_json
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from affinage.config.data import TokenizerSettings
 from affinage.data.documents import read_documents
-from affinage.data.json_files import write_atomically
 from affinage.data.order import document_keys
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES, UNK
 from affinage.data.tokenizer import FILE, SPACE, Tokenizer
 from affinage.errors import UserError
+from affinage.json_files import write_atomically
 
 _OTHER = "other"  # the group of documents in none of the recipe's languages, such as code
 # SentencePiece stores the number of threads in the model file: a constant keeps the file the same on every machine.

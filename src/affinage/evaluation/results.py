@@ -15,10 +15,10 @@ import numpy as np
 
 from affinage.checkpoint.store import checksums
 from affinage.data.decontaminate import BenchmarkItem, Contamination
-from affinage.data.json_files import write_atomically, write_json
 from affinage.data.tokenizer import FILE
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
+from affinage.json_files import write_atomically, write_json
 from affinage.results import read_json
 
 RESULTS = "results.json"

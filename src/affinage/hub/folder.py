@@ -34,7 +34,6 @@ from safetensors.numpy import save_file
 
 from affinage import __version__
 from affinage.data.chat import chat_template, system_prompt_in
-from affinage.data.json_files import read_object, write_atomically, write_json
 from affinage.data.places import limit_requests, refusal
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import CONFIG as TOKENIZER_CONFIG
@@ -42,6 +41,7 @@ from affinage.data.tokenizer import TEMPLATE, Tokenizer, template_in
 from affinage.errors import UserError, of_the_machine
 from affinage.generation.engine import LoadedModel
 from affinage.hub.families import FAMILIES, Architecture, architecture_of, decoder_nodes, family_of
+from affinage.json_files import read_object, write_atomically, write_json
 from affinage.model import Adapters
 from affinage.model.graph import Graph, parameters, parse
 from affinage.model.layer import PyTree

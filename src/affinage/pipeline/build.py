@@ -75,7 +75,7 @@ def _data_steps(recipe: Recipe, initial: Path | None, begun: dict[str, str]) -> 
         is_folder = bool(against) and os.path.isdir(os.path.expanduser(against))
         files: tuple[str, ...] = (str(released_folder(against, Path("runs"))),) if is_folder else ()
         work = _of_data("dedup_step", settings=data.dedup)
-        yield step("dedup", work, {"data": _part(data, "dedup")}, last, files=files)
+        yield step("dedup", work, {"data": _part(data, "dedup")}, last, version=5, files=files)
         last = ("dedup",)
     config, files = _searched(recipe)
     if config:

@@ -9,10 +9,10 @@ import jax
 from affinage.checkpoint import CheckpointStore
 from affinage.cluster.processes import Processes
 from affinage.config.training import TrainSettings, TuningSettings
-from affinage.data.json_files import write_json
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
+from affinage.json_files import write_json
 from affinage.model import Graph
 from affinage.parallel.sharding import MeshLayout, serving_table
 from affinage.pipeline.models import KEPT, made_from

@@ -19,12 +19,12 @@ from flax.traverse_util import flatten_dict
 
 from affinage.checkpoint import CheckpointStore
 from affinage.config.training import LoraSettings, PrecisionSettings
-from affinage.data.json_files import write_json
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
+from affinage.json_files import write_json
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
 from affinage.parallel.sharding import Lines, replicated, serving_layout
 from affinage.pipeline import models

@@ -15,10 +15,10 @@ from filelock import Timeout
 
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
-from affinage.data.json_files import write_json
 from affinage.data.places import is_url
 from affinage.differing import differing
 from affinage.errors import UserError
+from affinage.json_files import write_json
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.step import Step, StepContext, at, fingerprints, located, print_line, remote_fingerprints
 from affinage.pipeline.store import REQUEST, Request, Store, link, read_request

@@ -12,7 +12,6 @@ from affinage.config.recipe import EvaluateSettings, ExportSettings
 from affinage.data.chat import encode_prompt
 from affinage.data.decontaminate import BenchmarkItem, Contamination, ItemIndex, contamination, texts_of_rows
 from affinage.data.documents import read_documents
-from affinage.data.json_files import write_json
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.evaluation.results import Search
@@ -20,6 +19,7 @@ from affinage.generation.engine import LoadedModel, generate
 from affinage.generation.sampling import SamplingParams
 from affinage.hub.families import family_of
 from affinage.hub.folder import export as write_hub_folder
+from affinage.json_files import write_json
 from affinage.model import parse
 from affinage.pipeline.models import TRAININGS, Target, license_of, made_from
 from affinage.pipeline.opening import open_model

@@ -17,12 +17,12 @@ from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.data.dataloader import DataLoader, ValidationRows, repetition
-from affinage.data.json_files import write_json
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
 from affinage.errors import UserError, UserWarned
 from affinage.hardware.devices import acquire
+from affinage.json_files import write_json
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
 from affinage.parallel.sharding import MeshLayout, make_mesh, table_with

@@ -22,8 +22,8 @@ from filelock import FileLock, Timeout
 from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass
 
-from affinage.data.json_files import write_json
 from affinage.errors import UserError
+from affinage.json_files import write_json
 from affinage.pipeline.step import print_line
 from affinage.results import MANIFEST, RESULT, read_json, versions
 

@@ -19,12 +19,12 @@ from pydantic import ValidationError
 import affinage
 from affinage.config.data import SourceSettings
 from affinage.config.yaml import brief
-from affinage.data.json_files import write_atomically
 from affinage.data.places import unique
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.results import Difference, compare, read_answers
 from affinage.hub.folder import CardFacts
+from affinage.json_files import write_atomically
 from affinage.report import figures
 from affinage.report.facts import MODELS, Evaluation, Facts, by_size, changes, collect_facts, read_evaluation
 from affinage.report.figures import TITLES, Figure, Series, line_figure, loss_axis, score_figure, smoothed, thinned

@@ -11,8 +11,8 @@ from typing import Any
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.store import CHECKPOINTS, IDENTITY, IO_TIMEOUT, check_compatible, checksums
 from affinage.cluster.processes import Processes
-from affinage.data.json_files import write_atomically
 from affinage.errors import UserError
+from affinage.json_files import write_atomically
 from affinage.results import versions
 from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer
 from affinage.training.state import FROZEN, TrainState, kept_frozen

@@ -14,10 +14,10 @@ import jax
 import rich
 
 from affinage.cluster.processes import Processes
-from affinage.data.json_files import write_atomically
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import peak_bytes
+from affinage.json_files import write_atomically
 from affinage.model.graph import parameters
 from affinage.results import read_json_lines, versions
 from affinage.secrets import masked
