@@ -24,9 +24,9 @@ from affinage.training.step import detect_spike
 from run_affinage import refused
 
 
-def job(folder: Path, feed: tiny.SickFeed, hook=None, every: int = 5, **health: object) -> TrainJob:
+def job(folder: Path, feed: tiny.SickFeed, hook=None, every: int = 5, steps: int = 15, **health: object) -> TrainJob:
     how = {"checkpoint": {"every_steps": every}, "health": {"spike_window": 16} | health}
-    return tiny.job(folder, 15, hook, feed=feed, **how)
+    return tiny.job(folder, steps, hook, feed=feed, **how)
 
 
 class Later(tiny.SickFeed):
@@ -36,7 +36,7 @@ class Later(tiny.SickFeed):
         return super().batch(step if step < 5 else step + 3)
 
 
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("fails", [False, True], ids=["undisturbed", "killed after it"])
 def test_a_rollback_continues_as_if_the_batches_since_had_never_been(tmp_path: Path, fails: bool):
     feed, seen, without = tiny.SickFeed(not_finite=(8,)), [], tmp_path / "without"
     train(job(without, Later()))
@@ -52,6 +52,8 @@ def test_a_rollback_continues_as_if_the_batches_since_had_never_been(tmp_path: P
     assert (event["action"], event["back_to"]) == ("rolled back", 5)
     assert [line["step"] for line in tiny.lines(tmp_path)] == list(range(1, 16))
     assert [data_offset_at(tmp_path, step) for step in (5, 6, 15)] == [0, 3, 3]
+    longer = replace(job(tmp_path / "longer", feed, steps=16, on_nonfinite="rollback"), extends=(tmp_path, 15))
+    assert train(longer)["health"]["data_offset"] == 3 and data_offset_at(longer.folder, 16) == 3
 
 
 def test_too_many_stop_the_run_with_a_diagnosis_also_across_starts(tmp_path: Path):

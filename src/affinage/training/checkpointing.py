@@ -14,6 +14,7 @@ from affinage.cluster.processes import Processes
 from affinage.errors import UserError
 from affinage.json_files import write_atomically
 from affinage.results import versions
+from affinage.training.health import HEALTH
 from affinage.training.metrics import METRICS, ConsoleWriter, GoodputTimer
 from affinage.training.state import FROZEN, TrainState, kept_frozen
 from affinage.training.trainer import Trainer
@@ -129,7 +130,7 @@ class Checkpointer:
             warnings.warn(f"{self._job.name} resumes with another {name}: {change}", CheckpointWarning, stacklevel=2)
 
     def _extended(self, training: Path, step: int) -> Restored:
-        """The checkpoint of another training, whose metrics are copied, so that the curve is complete.
+        """The checkpoint of another training, whose metrics and unhealthy steps are copied: curve and lineage go on.
 
         Raises UserError: there is no such checkpoint, it is corrupted, or more than steps and schedule differs.
         """
@@ -141,8 +142,9 @@ class Checkpointer:
         check_compatible(meta, identity(self._trainer), allowed, where=str(store.folder))
         frozen = kept_frozen(training, self._trainer.abstract.frozen)
         state = TrainState(**store.restore(step, self._trainer.abstract.named()), frozen=frozen)
-        if Processes.current.first and (training / METRICS).is_file() and not (job.folder / METRICS).exists():
-            write_atomically(job.folder / METRICS, (training / METRICS).read_bytes())
+        for name in (METRICS, HEALTH):
+            if Processes.current.first and (training / name).is_file() and not (job.folder / name).exists():
+                write_atomically(job.folder / name, (training / name).read_bytes())
         # The time between the two belongs to neither.
         return step, state, {name: fact for name, fact in meta.items() if name != "clock"}
 

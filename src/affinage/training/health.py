@@ -22,7 +22,7 @@ from affinage.training.state import TrainState
 from affinage.training.trainer import Trainer
 
 PyTree = Any
-FILE = "health.jsonl"
+HEALTH = "health.jsonl"
 _ROLLBACKS = 10  # of a run, after which another one does not help
 
 
@@ -47,7 +47,7 @@ class HealthMonitor:
         say: Callable[[str], None] = print,
     ) -> None:
         self._settings, self._say = settings, say
-        self._path = None if folder is None else folder / FILE
+        self._path = None if folder is None else folder / HEALTH
         self.skipped: list[int] = list(facts.get("skipped", ()))  # steps within the window
         self.rollbacks: list[list[int]] = [list(pair) for pair in facts.get("rollbacks", ())]  # [seen at, back to]
         self.data_offset: int = facts.get("data_offset", 0)  # batches that rollbacks have left out
@@ -62,6 +62,10 @@ class HealthMonitor:
     def facts(self) -> dict[str, Any]:
         """What a resumed run must know, JSON-able."""
         return {name: getattr(self, name) for name in ("skipped", "rollbacks", "data_offset")}
+
+    def batch_after(self, step: int) -> int:
+        """The number of the batch that follows a step, counted from 0."""
+        return step + self.data_offset
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Decide about a step whose update was skipped, or whose loss is a spike. May raise TrainingDiverged."""
@@ -110,7 +114,7 @@ class HealthMonitor:
 def data_offset_at(training: Path, step: int) -> int:
     """How many batches a training had left out by rollbacks when it made a step; see `HealthMonitor.data_offset`."""
     total = offset = 0
-    for event in read_json_lines(training / FILE):
+    for event in read_json_lines(training / HEALTH):
         if "left_out" in event:
             total += event["left_out"]
             offset = total if event["step"] - event["left_out"] < step else offset

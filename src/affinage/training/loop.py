@@ -23,8 +23,9 @@ def train(job: TrainJob) -> dict[str, Any]:
     """Train until the settings' last step, from the newest checkpoint in the job's folder if there is one.
 
     A run that was killed at any moment and started again ends, on the same mesh, with the same weights bit for bit as
-    one that was not: the state is saved completely or not at all, and everything else is a function of seed and step.
-    All processes of a run call it with the same job and folder; the first one writes what is not the state.
+    one that was not: the state is saved completely or not at all, and everything else is a function of seed, step and
+    the number of batches that rollbacks have left out, which is saved with it. All processes of a run call it with the
+    same job and folder; the first one writes what is not the state.
 
     Returns:
         The summary, also written to summary.json when all else is done.
@@ -76,8 +77,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         gc.freeze()  # 200,000 objects of JAX and Orbax live until the end: a full collection looks at them for 0.1 s
         stack.callback(gc.unfreeze)
         stack.enter_context(goodput.account("compute"))
-        step = start  # the steps that are made
-        batches = trainer.batches(step + monitor.data_offset)
+        step = start  # the last step that was made
+        batches = trainer.batches(monitor.batch_after(step))
         while step < steps and not why_ended:
             step += 1
             watchdog.step(step)
@@ -98,13 +99,13 @@ def train(job: TrainJob) -> dict[str, Any]:
                 for done, values in unhealthy:
                     monitor.update(done, values)
             except TrainingDiverged as error:
-                raise explain(trainer, state, error, done, done - 1 + monitor.data_offset) from error
+                raise explain(trainer, state, error, done, monitor.batch_after(done - 1)) from error
 
             if monitor.rollback_from is not None:
                 step, state, _ = checkpointer.rollback(before=monitor.rollback_from)
                 monitor.rolled_back(step)
                 logger.cut(step)
-                batches = trainer.batches(step + monitor.data_offset)
+                batches = trainer.batches(monitor.batch_after(step))
                 continue
             if evaluating and not stopping:
                 why_ended = evaluator(step, state, logger)
