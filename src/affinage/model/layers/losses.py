@@ -202,8 +202,7 @@ class NextTokenLoss(_OfLogits):
         else:
             if config.flattens:
                 hidden, targets, weights = (x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, weights))
-            logits = multiply_out(hidden, kernel, vocabulary, flat=config.flattens)
-            sums = cross_entropy(logits, targets, weights, on_cpu)
+            sums = cross_entropy(multiply_out(hidden, kernel, vocabulary, config.flattens), targets, weights, on_cpu)
         plain, correct = jax.lax.stop_gradient(sums)
         metrics = {"cross_entropy": (plain, count), "accuracy": (correct, count)}
         return Result(Loss(sums.cross_entropy, count), metrics=metrics)
