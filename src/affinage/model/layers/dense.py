@@ -53,26 +53,30 @@ def dense_together(
     if context.config.platform != "gpu" or adapted or context.config.layout.parts("heads", "kv_heads", "ffn") > 1:
         return [dense(params, x, context, name=name) for params, name in zip(several, names, strict=True)]
     kernels = [params["kernel"].astype(x.dtype) for params in several]
-    y = _joined_product(x, jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=1))
+    y = product(x, jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=1), False)
     y = checkpoint_name(y, names[0]) if names[0] else y
     parts = jnp.split(y, list(accumulate(kernel.size // len(kernel) for kernel in kernels))[:-1], axis=-1)
     shaped = [part.reshape(*x.shape[:-1], *kernel.shape[1:]) for part, kernel in zip(parts, kernels, strict=True)]
     return [_with_bias(part, params) for part, params in zip(shaped, several, strict=True)]
 
 
-@jax.custom_vjp
-def _joined_product(x: Float[Array, "*N D"], matrix: Float[Array, "D F"]) -> Float[Array, "*N F"]:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x: Float[Array, "*N D"], matrix: Float[Array, "D F"], on_cpu: bool = True) -> Float[Array, "*N F"]:
+    """x times the matrix, whose gradient has a form that XLA computes fast on a CPU (columns take it twice as long) or
+    on a GPU (where it would join the gradients of parts once for each product)."""
     return jnp.dot(x, matrix)
 
 
-def _joined_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _product_backward(on_cpu: bool, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, matrix = saved
-    gradient = jax.lax.optimization_barrier(gradient)  # else XLA joins the parts' gradients once for each product
-    d_matrix = jnp.dot(x.reshape(-1, x.shape[-1]).T, gradient.reshape(-1, gradient.shape[-1]))
+    stored = jax.lax.optimization_barrier
+    gradient = gradient if on_cpu else stored(gradient)
+    columns, rows = x.reshape(-1, x.shape[-1]).T, gradient.reshape(-1, gradient.shape[-1])
+    d_matrix = stored(jnp.dot(stored(columns), rows)) if on_cpu else jnp.dot(columns, rows)
     return jnp.dot(gradient, matrix.T), d_matrix
 
 
-_joined_product.defvjp(lambda x, matrix: (jnp.dot(x, matrix), (x, matrix)), _joined_backward)
+product.defvjp(lambda x, matrix, _: (jnp.dot(x, matrix), (x, matrix)), _product_backward)
 
 
 def _product(
@@ -80,8 +84,8 @@ def _product(
 ) -> Float[Array, "..."]:
     leading, outputs = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     matrix = kernel.astype(x.dtype).reshape(-1, prod(outputs))
-    rows = (-1,) if context.config.flattens else leading
-    return jnp.dot(x.reshape(*rows, len(matrix)), matrix).reshape(*leading, *outputs)
+    rows, multiply = ((-1,), product) if context.config.flattens else (leading, jnp.dot)
+    return multiply(x.reshape(*rows, len(matrix)), matrix).reshape(*leading, *outputs)
 
 
 def _with_bias(y: Float[Array, "..."], params: PyTree) -> Float[Array, "..."]:

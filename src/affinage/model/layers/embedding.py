@@ -12,7 +12,7 @@ from pydantic import Field
 from affinage.errors import UserError
 from affinage.model.apply_config import PyTree
 from affinage.model.layer import TOKENS, Cost, Layer, LayerContext, ParamSpec, Shape, ShapeMismatch, register_layer
-from affinage.model.layers.dense import product32
+from affinage.model.layers.dense import product, product32
 
 if TYPE_CHECKING:
     from affinage.model.graph import Node
@@ -92,9 +92,11 @@ class Logits:
 
 
 def multiply_out(
-    hidden: Float[Array, "*N D"], kernel: Float[Array, "V D"], vocabulary: int | None = None
+    hidden: Float[Array, "*N D"], kernel: Float[Array, "V D"], vocabulary: int | None = None, flat: bool = False
 ) -> Float[Array, "*N V"]:
-    """Logits in float32; from the end of a padded `vocabulary` on they are -1e30."""
+    """Logits in float32; from the end of a padded `vocabulary` on they are -1e30. `flat`: see `product`."""
+    if flat:
+        return product(hidden.astype(jnp.float32), kernel.T.astype(jnp.float32))
     axes = "abc"[: hidden.ndim - 1]
     return without_padding(product32(f"{axes}d,vd->{axes}v", hidden, kernel), vocabulary)
 

@@ -202,7 +202,8 @@ class NextTokenLoss(_OfLogits):
         else:
             if config.flattens:
                 hidden, targets, weights = (x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, weights))
-            sums = cross_entropy(multiply_out(hidden, kernel, vocabulary), targets, weights, on_cpu)
+            logits = multiply_out(hidden, kernel, vocabulary, flat=config.flattens)
+            sums = cross_entropy(logits, targets, weights, on_cpu)
         plain, correct = jax.lax.stop_gradient(sums)
         metrics = {"cross_entropy": (plain, count), "accuracy": (correct, count)}
         return Result(Loss(sums.cross_entropy, count), metrics=metrics)
