@@ -202,7 +202,8 @@ def find_recipe(path_or_name: str | Path, beside: Path = Path()) -> Path:
         return packaged[name]
     around = [each.name for each in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
     listed = f"Name a .yaml file, or one of the packaged recipes: {', '.join(packaged)}."
-    fix = did_you_mean(name, packaged) or did_you_mean(path.name, around) or listed
+    imported = f"`affinage import {name} --to NAME` writes one." if os.path.isfile(path / "config.json") else ""
+    fix = imported or did_you_mean(name, packaged) or did_you_mean(path.name, around) or listed
     raise UserError(f"there is no recipe `{path_or_name}`", fix=fix)
 
 
