@@ -212,7 +212,8 @@ def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
     devices = load_recipe(child, ["pretrain.per_device_batch_size=2", "pretrain.steps=5"]).recipe
     assert devices.pretrain.batch_size is None and devices.pretrain_tokens is None
     assert load_recipe(child, ["pretrain.schedule.warmup_steps=3"]).recipe.pretrain.schedule.warmup_ratio == 0
-    assert "`batch_size`" in str(refused(load_recipe, child, ["pretrain.per_device_batch_size=2"]))
+    each = ["pretrain.per_device_batch_size=2", "pretrain.schedule.warmup_steps=3"]
+    assert "`batch_size`" in str(refused(load_recipe, child, each))
     both = GOOD.replace("steps: 1_000", "steps: 1_000\n  tokens: 1e6")
     assert "either `steps` or `tokens`" in str(refused(load_recipe, write(both, "both.yaml")))
     # A mixture is one, or of several stages.

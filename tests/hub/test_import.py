@@ -281,12 +281,12 @@ def test_a_model_of_another_chat_template_is_released_taken_in_and_talked_to_in_
     export(model, tmp_path / "m", facts=FACTS)
     assert verify(tmp_path / "m", model, ["Paris"])["conversations"] == 3
     asked = [{"role": "user", "content": "Où est Paris ?"}]
-    told, theirs = [{"role": "system", "content": "Be brief."}, *asked], AutoTokenizer.from_pretrained(tmp_path / "m")
-    expected = theirs.apply_chat_template(told, add_generation_prompt=True, return_dict=False)
+    theirs, expected = AutoTokenizer.from_pretrained(tmp_path / "m"), encode_prompt(asked, model.tokenizer, "Be brief.")
+    assert theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=False) == expected
     import_model(tmp_path / "m", tmp_path / "imported", "imported")
     for folder in (tmp_path / "m", tmp_path / "imported"):
         again = open_model(str(folder), tmp_path)
-        assert is_chat(folder) and encode_prompt(asked, again.tokenizer, "Be brief.") == expected
+        assert is_chat(folder) and encode_prompt(asked, again.tokenizer, again.system_prompt) == expected
 
 
 # ---- a model with a tokenizer of its own continues texts, is evaluated and exported

@@ -11,7 +11,7 @@ from affinage.errors import EXIT_USER_ERROR
 from affinage.hardware.chips import find_slice
 from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 from affinage.planning.estimate import present
-from affinage.planning.plan import NEARLY_FULL, compare, make_plan
+from affinage.planning.plan import NEARLY_FULL, compare, default_slice, make_plan
 from affinage.planning.search import Candidate, candidates, curve, order, search
 from run_affinage import refused, set_words
 
@@ -31,6 +31,7 @@ def test_a_price_is_that_of_the_chips_it_was_given_for():
     own, other = (plan_of(SMALL, name, *rented) for name in ("v5e-4", "v4-8"))
     assert own.price == 0.5 and other.price == find_slice("v4-8").chip.price
     assert plan_of(SMALL, "v5e-4", *reversed(rented)).price == 0.5  # in whatever order
+    assert refused(default_slice, load_recipe(SMALL, ["hardware.slice=h100x9"]).recipe).where == "hardware.slice"
 
 
 def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_of_its_child(answer, tmp_path):
@@ -51,6 +52,8 @@ def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_
         ("v4-8", (), "small batch", False),
         ("h100x4", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),  # kernels take their start
         ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),
+        ("v4-8", ("pretrain.per_device_batch_size=8",), "rows a device", True),
+        ("v4-8", ("pretrain.per_device_batch_size=8", "hardware.slice=v4-8"), "rows a device", False),
     ],
     ids=str,
 )

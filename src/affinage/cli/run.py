@@ -194,7 +194,7 @@ def run_pipeline(
 
         steps, recipe = build_steps(loaded), loaded.recipe
         if not steps:
-            what = "this recipe has no `data` section, so there is nothing to run"
+            what = "this recipe has none of `data`, `sft` and `dpo`, so there is nothing to run"
             raise UserError(what, where=str(loaded.path), fix=f"`{command('graph', name)}` shows its model.")
         if any_of:
             until = [step for step in until if step in {each.name for each in steps}] or until

@@ -78,7 +78,7 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings]) -> t
     wanted = wanted.replace("a valid tuple", "a list").replace("Tuple should", "it should")
     must = f", and must be {wanted.replace('Input should be ', '')}" if wanted.startswith("Input") else f": {wanted}"
     if value is None:
-        return f"`{dotted}` is empty{must}", "Leave it out for the default."
+        return f"`{dotted}` is empty{must}", 'Leave it out for the default; an empty text is `""`.'
     shown = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list | tuple) else ""
     what = f"`{dotted}` is {shown or f'`{brief(value)}`'}{must}"
     around = [(each, str(key)) for place, key in enumerate(path) for each in settings_at(model, path[:place])]

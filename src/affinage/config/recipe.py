@@ -198,7 +198,7 @@ class Recipe(Settings):
                 raise ValueError
             rest = {key: each for key, each in pretrain.items() if key != "tokens"}
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # its own check reports it
-            steps, rest = 1, pretrain
+            steps, rest = 10**9, pretrain  # longer than any warm-up, of which nothing is to be said
         return {**value, "pretrain": rest | {"steps": steps}}
 
     @property

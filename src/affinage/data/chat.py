@@ -318,6 +318,16 @@ def chat_template(system_prompt: str = "", *, opened: bool = True) -> str:
     return ("{{- bos_token -}}" if opened else "") + (default if system_prompt else "") + turns
 
 
+def with_default_system(template: str, system_prompt: str) -> str:
+    """Return another model's Jinja template that puts `system_prompt` before messages without one; as it is for ""."""
+    message = json.dumps({"role": "system", "content": system_prompt}, ensure_ascii=False)
+    first = f"{{% set messages = [{message}] + messages %}}"
+    return (
+        f"{{% if not messages or messages[0]['role'] != 'system' %}}{first}{{% endif %}}\n" * bool(system_prompt)
+        + template
+    )
+
+
 def system_prompt_in(template: str) -> str | None:
     """Return the system prompt with which `chat_template` makes this template; None if it makes no such template."""
     match = re.search(r"system\\n' \+ (\"(?:[^\"\\]|\\.)*\") \+", template)

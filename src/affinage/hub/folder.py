@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from affinage import __version__
-from affinage.data.chat import chat_template, system_prompt_in
+from affinage.data.chat import chat_template, system_prompt_in, with_default_system
 from affinage.data.places import limit_requests, refusal
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import CONFIG as TOKENIZER_CONFIG
@@ -280,9 +280,9 @@ def write_hf_tokenizer(
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads.
 
-    `context` is the model's longest input in tokens. A chat model gets the chat template it was trained with, or
-    ChatML's with `system_prompt` as its default, and ends its turns with <|im_end|>; any other ends with </s>. Text
-    that spells a control token stays text only with `split_special_tokens=True`.
+    `context` is the model's longest input in tokens. A chat model gets the chat template it was trained with, with
+    `system_prompt` as its default; of ChatML it ends its turns with <|im_end|>, any other with </s>. Text that spells a
+    control token stays text only with `split_special_tokens=True`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.write(folder)
@@ -310,7 +310,8 @@ def write_hf_tokenizer(
         }
     if chat:
         own, opened = tokenizer.template, bool(tokenizer.opening)
-        config["chat_template"] = chat_template(system_prompt, opened=opened) if own is None else own.source
+        chatml = chat_template(system_prompt, opened=opened)
+        config["chat_template"] = chatml if own is None else with_default_system(own.source, system_prompt)
     write_json(folder / TOKENIZER_CONFIG, config)
 
 

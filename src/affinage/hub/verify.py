@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from affinage.data.chat import encode_prompt, system_prompt_in, with_system_prompt
+from affinage.data.chat import encode_prompt, system_prompt_in, with_default_system
 from affinage.data.special_tokens import CONTROL_PIECES
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel, logits_of
@@ -161,12 +161,12 @@ def _logits(
 
 
 def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:
-    own = model.tokenizer.template
+    own, said = model.tokenizer.template, model.system_prompt if model.chat else ""
     default = system_prompt_in(theirs.chat_template) if isinstance(theirs.chat_template, str) else None
-    if default is None and (own is None or theirs.chat_template != own.source):
+    if default is None and (own is None or theirs.chat_template != with_default_system(own.source, said)):
         return 0  # none, or another model's
     # A base model that was trained on from a chat model keeps that one's template, and has no system prompt itself.
-    system_prompt = model.system_prompt or default or ""
+    system_prompt = said or default or ""
     question = {"role": "user", "content": "Où est Paris ?\n\n Two  lines. 🧀"}
     answer = {"role": "assistant", "content": "En France."}
     system, compared = {"role": "system", "content": "Be brief."}, 0
@@ -175,8 +175,7 @@ def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int
             ours = encode_prompt(messages, model.tokenizer, system_prompt)
         except UserError:  # not every template knows system messages
             continue
-        whole = messages if own is None else with_system_prompt(messages, system_prompt)
-        text = theirs.apply_chat_template(whole, add_generation_prompt=True, tokenize=False)
+        text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         if theirs.encode(text, add_special_tokens=False) != ours:
             raise _disagreement(folder, f"the chat template makes other tokens than training did of {messages!r}")
         compared += 1

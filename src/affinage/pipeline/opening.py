@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 _ANY_TEXT = "The quick brown fox, 0123456789; été; привет; 世界\n"
 _HEADER = """\
-# Begins with the weights and the tokenizer of {name}, which lie beside this file.
+# Begins with the weights and the tokenizer of {name}, which lie beside this file. To train on, or to fine-tune alone:
 #
-#   affinage run {file} --set data.sources='[my_text/]'      to train on, on text of yours
-#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, with an `sft` section
+#   affinage run {file} --set data.sources='[my_text/]'
+#   affinage run {file} --set data=null --set pretrain=null --set sft='{{sources: [chats.jsonl], steps: 100}}'
 """
 
 

@@ -90,6 +90,10 @@ class Plan:
             yield f"does not fit: {excess} too much; find settings that fit with --search"
         elif self.nearly_full:
             yield "nearly full: check with the compiler whether it fits, with --compile"
+        each, own = getattr(self.recipe, self.section).per_device_batch_size, _own_slice(self.recipe)
+        if each is not None and self.where.name != own:
+            what = f"{each} rows a device are {device.rows} here, and the tokens of all steps follow"
+            yield f"{what}: to compare slices, give `{self.section}.batch_size`"
         products = [(op.kind == "pallas_call", op.times * op.flops) for op in device.traced.ops]
         of_kernels = sum(flops for kernel, flops in products if kernel) / max(1.0, sum(flops for _, flops in products))
         for node in device.graph.nodes:
@@ -247,7 +251,11 @@ def _own_slice(recipe: Recipe) -> str | None:
 
 def default_slice(recipe: Recipe) -> Slice:
     """What the recipe itself says it is for; otherwise this machine's processor."""
-    return find_slice(_own_slice(recipe) or "cpu")
+    try:
+        return find_slice(_own_slice(recipe) or "cpu")
+    except UserError as error:
+        error.where = "hardware.slice" if recipe.hardware.slice else "claims.slice"
+        raise
 
 
 def compare(recipe: Recipe, graph: Graph) -> tuple[list[Plan], list[tuple[Slice, UserError]]]:
