@@ -11,7 +11,7 @@ from test_conversations import BAD
 
 from affinage.config.data import DecontaminateSettings
 from affinage.config.training import DpoSettings, SftSettings
-from affinage.data import ingest
+from affinage.data import tuning_data
 from affinage.data.chat import encode_document, encode_prompt
 from affinage.data.dataloader import DataLoader, ValidationRows, make_batch
 from affinage.data.decontaminate import BenchmarkItem, write_items
@@ -112,8 +112,8 @@ def test_samples_and_limits_are_drawn_by_content_whatever_the_order_and_the_task
     lines = [{"messages": ask(f"What is {i}?", f"{i}")} for i in range(100)]
     paths = write_lines(tmp_path / "a.jsonl", lines), write_lines(tmp_path / "b.jsonl", lines[::-1])
     found = []
-    for path, size in ((paths[0], ingest.TASK_BYTES), (paths[1], ingest.TASK_BYTES), (paths[0], 2_000)):
-        monkeypatch.setattr(ingest, "TASK_BYTES", size)
+    for path, size in ((paths[0], tuning_data.TASK_BYTES), (paths[1], tuning_data.TASK_BYTES), (paths[0], 2_000)):
+        monkeypatch.setattr(tuning_data, "TASK_BYTES", size)
         sources = {"path": str(path), "name": "all"}, {"path": str(path), "max_examples": 40, "name": "some"}
         summary = prepare(tmp_path, bpe, *sources, sample=0.8)
         parts = [sorted(documents_in(path)) for path in sorted((tmp_path / "rows/train").iterdir())]

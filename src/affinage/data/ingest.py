@@ -55,7 +55,7 @@ def ingest(
         source, parts = find_parts(source, f"data.sources[{position}]")
         tasks[name] = [
             Task(name, source, group, f"{name}-{number:05d}", sum(part.bytes for part in group))
-            for number, group in enumerate(divide(parts))
+            for number, group in enumerate(divide(parts, TASK_BYTES))
         ]
     results = _read_all(tasks, folder, settings, executor)
 
@@ -107,18 +107,18 @@ def check(source: SourceSettings, settings: DataSettings) -> None:
 # ---- tasks ----
 
 
-def divide(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
-    """Consecutive parts of a source, together about `TASK_BYTES`: the same for any number of workers."""
+def divide(parts: Sequence[Part], most: int) -> list[tuple[Part, ...]]:
+    """Consecutive parts of a source, together about `most` bytes: the same for any number of workers."""
     groups: list[list[Part]] = []
     size = 0  # of the last group
     for part in parts:
         pieces, divisible = [part], part.kind in ("lines", "table") and not compression_of(part.name)
-        if divisible and part.bytes > TASK_BYTES:
-            bounds = [*range(0, part.bytes, TASK_BYTES), part.bytes]
+        if divisible and part.bytes > most:
+            bounds = [*range(0, part.bytes, most), part.bytes]
             pieces = [replace(part, start=a, stop=b, bytes=b - a) for a, b in pairwise(bounds)]
         for piece in pieces:
             size += piece.bytes
-            if not groups or size > TASK_BYTES or piece.kind == "dataset":
+            if not groups or size > most or piece.kind == "dataset":
                 groups.append([])
                 size = piece.bytes
             groups[-1].append(piece)

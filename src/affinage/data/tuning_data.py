@@ -34,6 +34,7 @@ from affinage.data.token_shards import FACTS, Document, TokenShards, find_shard_
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
 from affinage.errors import UserError, UserWarned
 
+TASK_BYTES = 8_000_000  # of files: some seconds of work
 _COUNTS = ("rows", "tokens", "trained_tokens", "conversations")  # of a shard
 
 
@@ -85,13 +86,14 @@ def prepare_tuning_data(
         if source.path == POCKET_WORLD and world_folder is not None:
             source = source.model_copy(update={"path": str((world_folder / world_file).absolute())})
         opened, parts = open_source(source, settings)
-        groups = divide(parts)
+        groups = divide(parts, TASK_BYTES)
         tasks += [
             TuningTask(settings, system_prompt, source, opened, name, group, shard, len(groups), tokenizer.folder,
                        template, seq_len, seed, folder, searched)
             for shard, group in enumerate(groups)
         ]  # fmt: skip
-    size = sum(POOL_BYTES if is_remote(task.opened) else part.bytes for task in tasks for part in task.parts)
+    sizes = (POOL_BYTES if is_remote(task.opened) else part.bytes for task in tasks for part in task.parts)
+    size = 6 * sum(sizes)  # as much work as so many bytes of plain text
     read = executor.map(read_keys, tasks, folder / "keys", bytes=size, label="reading")
     write = partial(write_lines, selection=_select(tasks, read))
     written = executor.map(write, tasks, folder / "shards", bytes=size, label="tokenizing")
