@@ -201,11 +201,10 @@ def find_recipe(path_or_name: str | Path, beside: Path = Path()) -> Path:
     if name in packaged:
         return packaged[name]
     around = [each.name for each in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
-    is_import = path.name == "recipe.yaml" and os.path.isfile(path.with_name("config.json"))
-    known = did_you_mean(name, packaged) or did_you_mean(path.name, around)
-    fix = f"`affinage import {path.parent} --to NAME` writes one." if is_import else known
-    listed = f"Name a .yaml file, or one of the packaged recipes: {', '.join(packaged)}."
-    raise UserError(f"there is no recipe `{path_or_name}`", fix=fix or listed)
+    fix = did_you_mean(name, packaged) or did_you_mean(path.name, around)
+    if path.name == "recipe.yaml" and os.path.isfile(path.with_name("config.json")):
+        fix = f"`affinage import {path.parent} --to NAME` writes one."
+    raise UserError(f"there is no recipe `{name}`", fix=fix or f"Name a .yaml file, or one of {', '.join(packaged)}.")
 
 
 def packaged_recipes() -> dict[str, Path]:
