@@ -204,6 +204,8 @@ class _Walker:
         """A value that is computed in the operations that read it."""
         share = arguments[0].share if name in _REWRITINGS and arguments else None
         if share is None:
+            if self.platform == "cpu" and name in _REWRITINGS:  # of what a product has had written to memory
+                arguments = [self.copies.get(value, value) for value in arguments]
             return _Value(size, stored=False, sources=_roots(arguments))
         if name == "convert_element_type":
             arguments[0].narrowed = size
