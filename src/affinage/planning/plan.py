@@ -92,8 +92,10 @@ class Plan:
             yield "nearly full: check with the compiler whether it fits, with --compile"
         each, own = getattr(self.recipe, self.section).per_device_batch_size, _own_slice(self.recipe)
         if each is not None and self.where.name != own:
-            what = f"{each} rows a device are {device.rows} here, and the tokens of all steps follow"
-            yield f"{what}: to compare slices, give `{self.section}.batch_size`"
+            what = (
+                f"{each} rows a device are {device.rows} a step here: on other slices the same steps read other amounts"
+            )
+            yield f"{what} of text. To compare slices, give `{self.section}.batch_size`"
         products = [(op.kind == "pallas_call", op.times * op.flops) for op in device.traced.ops]
         of_kernels = sum(flops for kernel, flops in products if kernel) / max(1.0, sum(flops for _, flops in products))
         for node in device.graph.nodes:
