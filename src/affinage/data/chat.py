@@ -320,12 +320,11 @@ def chat_template(system_prompt: str = "", *, opened: bool = True) -> str:
 
 def with_default_system(template: str, system_prompt: str) -> str:
     """Return another model's Jinja template that puts `system_prompt` before messages without one; as it is for ""."""
+    if not system_prompt:
+        return template
     message = json.dumps({"role": "system", "content": system_prompt}, ensure_ascii=False)
     first = f"{{% set messages = [{message}] + messages %}}"
-    return (
-        f"{{% if not messages or messages[0]['role'] != 'system' %}}{first}{{% endif %}}\n" * bool(system_prompt)
-        + template
-    )
+    return f"{{% if not messages or messages[0]['role'] != 'system' %}}{first}{{% endif %}}\n{template}"
 
 
 def system_prompt_in(template: str) -> str | None:

@@ -93,7 +93,7 @@ def prepare_tuning_data(
             for shard, group in enumerate(groups)
         ]  # fmt: skip
     sizes = (POOL_BYTES if is_remote(task.opened) else part.bytes for task in tasks for part in task.parts)
-    size = 6 * sum(sizes)  # as much work as so many bytes of plain text
+    size = 6 * sum(sizes)  # a byte of conversations takes longer than one of plain text
     read = executor.map(read_keys, tasks, folder / "keys", bytes=size, label="reading")
     write = partial(write_lines, selection=_select(tasks, read))
     written = executor.map(write, tasks, folder / "shards", bytes=size, label="tokenizing")

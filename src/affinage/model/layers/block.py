@@ -151,7 +151,7 @@ class AttentionSettings(Settings):
         impl = choose(config, x.dtype, head, length, dropout=dropout, only_xla=only_xla)
         mask = self._mask(context, positions) if impl == "xla" else None
         rotary = self.rope.tables(positions, head) if self.rope else None
-        if rotary and config.platform == "cpu":  # XLA computes them again for every head and layer, but no product
+        if rotary and config.platform == "cpu":  # a product is stored; else XLA computes them for every head and layer
             rotary = (rotary[0] @ jnp.eye(head // 2), rotary[1] @ jnp.eye(head // 2))
         return Prepared(impl, positions, context.batch.get("segment_ids"), mask, rotary)
 

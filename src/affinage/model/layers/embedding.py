@@ -94,8 +94,8 @@ class Logits:
 def multiply_out(
     hidden: Float[Array, "*N D"], kernel: Float[Array, "V D"], vocabulary: int | None = None, flat: bool = False
 ) -> Float[Array, "*N V"]:
-    """Logits in float32; from the end of a padded `vocabulary` on they are -1e30. `flat`: see `product`."""
-    if flat:
+    """Logits in float32; from the end of a padded `vocabulary` on they are -1e30. `flat`: by `product`."""
+    if flat and vocabulary is None:
         return product(hidden.astype(jnp.float32), kernel.T.astype(jnp.float32))
     axes = "abc"[: hidden.ndim - 1]
     return without_padding(product32(f"{axes}d,vd->{axes}v", hidden, kernel), vocabulary)
