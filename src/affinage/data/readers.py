@@ -17,9 +17,10 @@ import pyarrow.parquet as pq
 
 from affinage.config.data import SourceSettings
 from affinage.data.files import DamagedFile, Part, open_plain, open_stored, reports_damage
-from affinage.data.places import is_on_hub, limit_requests, refusal
+from affinage.data.places import is_on_hub
 from affinage.errors import UserError, first_line, is_of_network, plain
 from affinage.json_files import encodable
+from affinage.network import limit_requests, refusal
 
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
 UNKNOWN_KIND = "unknown kind of file"
