@@ -88,8 +88,7 @@ def load_recipe(
     command = shlex.join(["affinage", "run", name, *(word for override in overrides for word in ("--set", override))])
     while True:
         try:
-            recipe = Recipe.model_validate(layers.raw)
-            return LoadedRecipe(**vars(layers), recipe=recipe, path=path, command=command)
+            return LoadedRecipe(**vars(layers), recipe=Recipe.model_validate(layers.raw), path=path, command=command)
         except ValidationError as error:
             mistakes = error.errors()
             first = next((each for each in mistakes if each["type"] == "extra_forbidden"), mistakes[0])
