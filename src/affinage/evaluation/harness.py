@@ -36,7 +36,6 @@ from affinage.network import limit_requests
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
 _BROADCAST = 1000  # answers in a message to the other hosts
 
-
 # The harness's templates reach no object of Python, and are compiled once.
 _sandbox = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
 _sandbox.filters |= lm_eval.utils.env.filters
