@@ -32,6 +32,7 @@ _KINDS = {
     "warc": (".warc", ".wet"),  # one document a web page
     "dump": (".xml",),  # one document an article of a MediaWiki dump
 }
+LINES = "one JSON object a line; of an array, `jq -c '.[]' a.json > a.jsonl` makes such lines"
 # Source code is one document a file too, whatever its suffix; these are known not to be text.
 _NO_CODE = (".png", ".jpg", ".gif", ".pdf", ".zip", ".tar", ".so", ".o", ".pyc", ".class", ".exe", ".bin", ".ico")
 _OPENERS: dict[str, Callable[[Any], Any]] = {
@@ -91,12 +92,12 @@ def find(url: str, source: SourceSettings, where: str) -> list[Part]:
         fix += "'affinage[s3]'. A copy can be named in data.mirror."
         kind_of_error = TransientError if is_transient(error) else UserError
         raise kind_of_error(f"cannot reach {url!r}: {first_line(error)}", where=where, fix=fix) from None
-    if not any(file.kind for file in files):
-        what = f"no such file or folder, or nothing in it that can be read: {url!r}"
-        what += f"; found {', '.join(file.name for file in files[:3])}" if files else ""
+    if not any(file.kind and (file.bytes or url.startswith(WEB)) for file in files):  # servers may give no size
+        found = ", ".join(f"{file.name} (empty)" if file.kind else file.name for file in files[:3])
+        what = f"nothing in {url!r} can be read; there is {found}" if found else f"there is no file at {url!r}"
         fix = "Name a file, a folder or a URL of .parquet, .txt, .md, .jsonl, .warc, .wet, or MediaWiki's .xml, also "
         fix += "with .gz, .bz2, .xz or .zst. Relative paths start from `data.root`, else from the working directory."
-        raise UserError(what, where=where, fix=fix)
+        raise UserError(what, where=where, fix=f"It must have {LINES}." if re.search(r"\.json\b", found) else fix)
     return files
 
 
