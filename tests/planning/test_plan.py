@@ -50,6 +50,10 @@ def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_
         ("v6e-4", ("model.nodes.blocks.attention.heads=2",), "matrix unit", True),  # of 256, and heads have 128
         ("v4-8", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),
         ("v4-8", (), "small batch", False),
+        ("v4-8", ("pretrain.batch_size=4096", "pretrain.steps=20"), "large batch: 2.097M tokens a step", True),
+        ("v4-8", (), "large batch", False),
+        ("v4-8", ("pretrain.batch_size=64", "pretrain.steps=1000000"), "few tokens: 32,768 tokens a step", True),
+        ("v4-8", ("pretrain.batch_size=512", "pretrain.steps=1000000"), "learn", False),
         ("h100x4", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),  # kernels take their start
         ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),
         ("v4-8", ("pretrain.per_device_batch_size=8",), "rows a device", True),

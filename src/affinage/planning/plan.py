@@ -29,6 +29,10 @@ _ANSWER = 128  # tokens of a prompt with an answer, before anybody has counted t
 _HOUR = 3600
 _DAY = 24 * _HOUR
 COMPUTE_OPTIMAL = 20  # tokens a parameter (Hoffmann et al., 2022)
+# Tokens of a step that learn best grow as D^0.383 with the tokens in all (Bergsma et al., "Power Lines", 2025). The
+# point is nanochat's: 2^19 were measured to be best for its 12 layers, which read 1.3e9.
+_BEST_STEP, _BEST_FOR, _GROWTH = 2**19, 1.3e9, 0.383
+_TOO_LARGE, _TOO_SMALL = 8, 1 / 16  # times that; twice the critical batch of Bergsma et al., and what GPT-2 stays above
 _CLOSE = 0.015  # relative difference that rounding explains
 _ROUGHLY = 0.1  # the same for what is computed by rules of thumb
 _WORTH_A_HINT = 0.03  # share of a step
@@ -99,9 +103,8 @@ class Plan:
     def outcome(self) -> str:
         """Speed, time and cost in one line."""
         mfu = "" if self.mfu is None else f", an MFU of {self.mfu:.0%}"
-        cost = "" if self.cost is None else f", ${self.cost:,.0f} at ${self.price:,.2f} per chip and hour"
-        if cost and self.price != self.recipe.hardware.price:
-            cost += REMEMBERED
+        source = "" if self.price == self.recipe.hardware.price else REMEMBERED
+        cost = "" if self.cost is None else f", ${self.cost:,.0f} at ${self.price:,.2f} per chip and hour{source}"
         return f"{self.tokens_per_second:,.0f} tokens/s{mfu}; {duration(self.seconds)} in total{cost}"
 
     def row(self) -> dict[str, Any]:
@@ -163,11 +166,22 @@ class Plan:
             if lost > _WORTH_A_HINT:
                 what = f"a vocabulary of {vocab:,} does not divide by {unit}, the matrix unit"
                 yield f"{what}: {lost:.0%} of the logits' products are lost"
+        yield from self._for_learning()
         growing = sum(node.compute + node.memory for node in time.nodes)
         fixed = 1 - growing / time.seconds
         if fixed > _SMALL_BATCH and device.stages == 1:
             gain = 2 * time.seconds / (time.seconds + growing) - 1
             yield f"small batch: {fixed:.0%} of a step is its fixed cost; twice the rows give {gain:.0%} more tokens/s"
+
+    def _for_learning(self) -> Iterator[str]:
+        """Whether a step of a pretraining that reads as much has far more or fewer tokens elsewhere."""
+        tokens, step = self.facts.tokens, self.facts.rows * self.facts.context
+        best = _BEST_STEP * (tokens / _BEST_FOR) ** _GROWTH
+        usual = f"{_count(step)} tokens a step; about {_count(float(f'{best:.2g}'))} learn best from {_count(tokens)}"
+        if self.section == "pretrain" and step > _TOO_LARGE * best:
+            yield f"large batch: {usual} (Bergsma et al., 2025): more steps of fewer rows reach a lower loss"
+        elif self.section == "pretrain" and step < _TOO_SMALL * best and tokens > _BEST_FOR:
+            yield f"few tokens: {usual} (Bergsma et al., 2025): more rows in fewer steps may learn as much"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
