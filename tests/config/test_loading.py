@@ -115,10 +115,10 @@ def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_p
     alone = refused(lambda: load_recipe(file, ["dpo.steps=100"], left_out=[]))
     assert "--set dpo" in str(alone), "what was just given is not left out"
     recipe["pretrain"]["colour"] = recipe["shade"] = 1
-    recipe["sft"]["schedule"] = {"peak": 1e-3}  # all of it had other names
+    recipe["sft"]["ema"] = {"keep": 0.9}  # all of it had other names
     recipe["tokenizer"]["kind"] = "characters"
     loaded = load_recipe(write(json.dumps(recipe), "recipe.json"), left_out=gone)
-    assert sorted(gone) == ["pretrain.colour", "sft.schedule", "sft.schedule.peak", "shade", "tokenizer.kind"]
+    assert sorted(gone) == ["pretrain.colour", "sft.ema", "sft.ema.keep", "shade", "tokenizer.kind"]
     assert loaded.recipe.pretrain == load_recipe("quickstart").recipe.pretrain
 
 
@@ -252,6 +252,10 @@ def test_what_is_not_said_is_as_in_julians_recipe():
         assert getattr(given, name) == getattr(published.sft, name), name
     moments = {"state_dtype": "bfloat16"}  # what a v4's memory asks for
     assert given.optimizer.model_copy(update=moments) == published.sft.optimizer
+    # What a schedule does not say: a tenth of the rate, and of the steps.
+    for schedule, wanted in (({"peak_lr": 1e-6}, (1e-6, 1e-7, 50)), ({"warmup_ratio": 0.2}, (2e-5, 2e-6, 100))):
+        found = SftSettings.model_validate(least | {"steps": 500, "schedule": schedule}).schedule
+        assert (found.peak_lr, found.min_lr, found.warmup(500)) == wanted
     shorter = {"name": "chat", "model": published.model, "sft": least, "packing": {"seq_len": 512}}
     assert training_settings(Recipe.model_validate(shorter))[::2] == ("sft", 512), "as in pretraining"
 

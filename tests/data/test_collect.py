@@ -122,11 +122,13 @@ def test_a_huge_line_is_never_held(tmp_path, monkeypatch, suffix):
 
 
 @pytest.mark.parametrize(("name", "content", "told"), [
-    *((name, None, "data.sources[0]: no such file") for name in ("nowhere.jsonl", "*.jsonl")),
-    ("picture.png", b"x", "data.sources[0]: no such file"),
-    ("a.jsonl", b"", "no document"),
+    *((name, None, "data.sources[0]: there is no file") for name in ("nowhere.jsonl", "*.jsonl")),
+    ("picture.png", b"x", "data.sources[0]: nothing in"),
+    ("a.jsonl", b"", "a.jsonl (empty)"),
+    ("a.jsonl", b"\n", "no document"),
+    *((name, b'[{"text": "x"}]', "jq -c '.[]'") for name in ("a.json", "a.jsonl")),
     ("a.jsonl", b'{"body": "x", "n": 1}\n', "body, n"),
-    ("a.jsonl", b"plain words\nmore", "not JSON"),
+    ("a.jsonl", b'[\n{"text": "x"}]', "not JSON"),
     ("a.jsonl.gz", gzip.compress(jsonl(), mtime=0)[:-12], "cut off"),
     ("a.jsonl.zst", zstandard.compress(jsonl())[:-6], "Truncated"),
     ("b.jsonl.gz", b"this is not gzip", "damaged"),

@@ -9,11 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import hub_server
+from affinage import network
 from affinage.config.data import SourceSettings
-from affinage.data import executor, readers
-from affinage.data.files import CACHE_VARIABLE, cached, cached_path
-from affinage.data.places import limit_requests
+from affinage.data import readers
 from affinage.data.readers import at_commit
+from affinage.downloads import CACHE_VARIABLE, cached, cached_path
+from affinage.network import limit_requests
 from hub_server import Fault
 from run_affinage import refused
 from source_forms import collected, write_lines
@@ -24,7 +25,7 @@ CONTENT = b"".join(json.dumps({"text": f"line {i} of many {i * 7919}"}).encode()
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(executor, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(network, "PAUSES", (0.0, 0.0, 0.0))
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
+from affinage import network
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings, FilterSettings, SplitSettings
-from affinage.data import executor as executors
 from affinage.data.decontaminate import BenchmarkItem, decontaminate
 from affinage.data.dedup import dedup
 from affinage.data.executor import Executor, open_executor
@@ -68,7 +68,7 @@ def test_complete_tasks_are_skipped_and_those_that_changed_are_not(tmp_path):
 
 
 def test_a_passing_error_of_the_network_is_tried_again_and_then_transient(monkeypatch):
-    monkeypatch.setattr(executors, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(network, "PAUSES", (0.0, 0.0))
     failures = [ConnectionResetError("gone"), TimeoutError("slow")]
 
     def fetch(times: int) -> int:

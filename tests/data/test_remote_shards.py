@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from affinage import network
 from affinage.config.data import PackingSettings
-from affinage.data import executor
 from affinage.data.dataloader import DataLoader
 from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
-    monkeypatch.setattr(executor, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(network, "PAUSES", (0.0, 0.0))
     return store
 
 

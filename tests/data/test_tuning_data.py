@@ -145,9 +145,10 @@ def test_conversations_with_nothing_to_train_are_left_out_and_must_not_be_all(bp
     nothing = [ask("river " * 200, "Because."), ask("Why?", "x")[:1]]
     summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *nothing])
     assert summary["dropped"] == 2 and summary["train"]["conversations"] == 1 and summary["validation"] == {}
-    for talks in (nothing, []):
-        mistake = refused(prepare, tmp_path, bpe, talks)
-        assert mistake.where == "sft.sources" and mistake.fix
+    (tmp_path / "blank.jsonl").write_text("\n")
+    for source, held in ((nothing, "2 have no answer"), (tmp_path / "blank.jsonl", "JSON object a line")):
+        mistake = refused(prepare, tmp_path, bpe, source)
+        assert mistake.where == "sft.sources" and held in mistake.fix
 
 
 def test_bad_lines_stop_or_are_counted_with_the_first_reason(bpe: Tokenizer, tmp_path: Path):

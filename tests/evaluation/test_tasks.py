@@ -54,8 +54,8 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ("task: one\ndoc_to_text: !function code.f", "!function"),
-        ("- a list", ""),
+        ("task: one\ndoc_to_text: !function code.f", "one.yaml:2: "),
+        ("- a list\n-\ta tab", "one.yaml:2: "),
         ("output_type: generate_until", ""),
         ("task: bogus", "bogus"),
         (yaml.safe_dump(TASK), "one.jsonl"),
@@ -70,7 +70,7 @@ def test_a_task_file_that_cannot_be_used_is_refused_at_its_place(tmp_path, conte
     if content is not None:
         (tmp_path / "one.yaml").write_text(content)
     mistake = refused(find_tasks, [str(tmp_path / "one.yaml")])
-    assert "one.yaml" in f"{mistake.where} {mistake.what}" and named in str(mistake)
+    assert "one.yaml" in f"{mistake.where} {mistake.what}" and named in str(mistake) and "\n" not in mistake.what
 
 
 def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path: Path):
@@ -210,12 +210,12 @@ def test_groups_take_what_the_folder_has_and_a_folder_without_the_items_or_of_an
     assert set(left_out) == set(GROUPS["julian"]) - {"piqa", "boolq"}
     assert [file.name for file in files_of(["french", "piqa"], folder)] == ["xnli_fr.jsonl", "piqa.jsonl"]
     assert find_tasks(["julian"]) == ([{"task": name} for name in GROUPS["julian"]], [])
-    for task, named in (("arc_easy", "arc_easy"), ("french", "french"), ("quickstart", "pocket world")):
-        mistake = refused(find_tasks, [task], tmp_path, match=named)
+    named = {"arc_easy": "arc_easy", "french": "french", "quickstart": "world", f"{folder}/piqa.jsonl": "bits_per_byte"}
+    for task in named:
+        mistake = refused(find_tasks, [task], tmp_path, match=named[task])
         assert mistake.fix or mistake.where
-    (tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
-    (config,) = find_tasks(["belebele_fra_Latn"], tmp_path)[0]
-    assert refused(load_tasks, [config]).where == f"{tmp_path / 'belebele_fra_Latn.jsonl'}:1"
+    (broken := tmp_path / "belebele_fra_Latn.jsonl").write_text('{"question": "Où ?"}\n')
+    assert refused(load_tasks, find_tasks(["belebele_fra_Latn"], tmp_path)[0]).where == f"{broken}:1"
 
 
 def test_a_missing_network_is_told_once_and_soon_and_a_full_disk_is_another_thing(monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import hub_server
 import tiny_run
 from affinage.config.load import load_recipe
-from affinage.data.files import CACHE_VARIABLE
+from affinage.downloads import CACHE_VARIABLE
 from affinage.errors import UserWarned
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.pipeline.step import Step, StepContext, fingerprints, remote_fingerprints

@@ -17,8 +17,8 @@ from pathlib import Path
 import fsspec
 
 from affinage.checkpoint.store import CHECKPOINTS, COMMIT, METADATA, CheckpointStore, kept_steps
-from affinage.data.token_shards import errors_at, is_local, upload
 from affinage.errors import UserError, first_line
+from affinage.network import errors_at, is_local, upload
 from affinage.results import MANIFEST, read_json_lines
 
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was

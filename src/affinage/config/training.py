@@ -11,12 +11,8 @@ MeshAxis = Literal["data", "fsdp", "tensor", "expert", "context", "pipeline"]
 Mesh = dict[MeshAxis, Annotated[int, Field(ge=1)] | Literal["auto"]]
 
 # What the arrays of a model have along their dimensions; `affinage.parallel.sharding` says where each one is used.
-# fmt: off
-LogicalAxis = Literal[
-    "batch", "sequence", "residual", "keys", "width", "expert_rows", "embed", "heads", "kv_heads", "head_dim", "ffn",
-    "vocab", "experts", "layers",
-]
-# fmt: on
+LogicalAxis = Literal["batch", "sequence", "residual", "keys", "width", "expert_rows", "embed", "heads", "kv_heads",
+                      "head_dim", "ffn", "vocab", "experts", "layers"]  # fmt: skip
 
 # What a transformer block computes on its way, in that order.
 ActivationName = Literal["block_input", "query", "key", "value", "attended", "ffn_up", "ffn_gate", "ffn_hidden"]
@@ -81,8 +77,8 @@ class ScheduleSettings(Settings):
     """cosine, linear, wsd, constant, or one of a plug-in."""
     peak_lr: float = Field(gt=0)
     """Learning rate after the warm-up."""
-    min_lr: float = Field(ge=0)
-    """Learning rate at the last step; a tenth of `peak_lr` is usual."""
+    min_lr: float = Field(default_factory=lambda given: float(f"{given['peak_lr'] / 10:.9g}"), ge=0)
+    """Learning rate at the last step; by default a tenth of `peak_lr`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the rate rises from 0 to `peak_lr`."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
@@ -148,8 +144,7 @@ class MixtureSettings(Settings):
 
 
 def _mixture_from_weights(value: Any) -> Any:
-    is_short = isinstance(value, dict) and not {"from_step", "weights"} & set(value)
-    return [{"weights": value}] if is_short else value
+    return [{"weights": value}] if isinstance(value, dict) and not {"from_step", "weights"} & set(value) else value
 
 
 def _stages_in_order(stages: tuple[MixtureSettings, ...]) -> tuple[MixtureSettings, ...]:
@@ -190,9 +185,7 @@ class MonitorSettings(Settings):
 
 
 # Settings of how a training is computed: a change of them leaves a finished training valid.
-_NOT_DECIDING = frozenset(
-    {"gradient_accumulation_steps", "attention", "log_every", "eval_every", "eval_sequences", "resume_from"}
-)
+_NOT_DECIDING = ("gradient_accumulation_steps", "attention", "log_every", "eval_every", "eval_sequences", "resume_from")
 # What the sequences are made of: the result of their own step holds it.
 OF_THE_ROWS = frozenset(
     {"sources", "root", "mirror", "sample", "on_error", "system_prompt", "validation_fraction", "seq_len", "truncation"}
@@ -234,7 +227,7 @@ class TrainSettings(Settings):
     def deciding(self) -> dict[str, Any]:
         """Return the settings that decide the result of a training, as JSON, without those of its data."""
         how: dict[str, Any] = {"monitor": {"data_dir"}}
-        return self.model_dump(mode="json", exclude=how | dict.fromkeys(_NOT_DECIDING | OF_THE_ROWS, True))
+        return self.model_dump(mode="json", exclude=how | dict.fromkeys(OF_THE_ROWS.union(_NOT_DECIDING), True))
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainSettings":
@@ -318,12 +311,18 @@ class SftOptimizerSettings(OptimizerSettings):
     """Times the learning rate; not on norms and biases."""
 
 
+class SftScheduleSettings(ScheduleSettings):
+    """The schedule of training; without a warm-up of its own it has one of 1,000 steps, or of a tenth of fewer."""
+
+    peak_lr: float = Field(default=2e-5, gt=0)
+    """Learning rate after the warm-up."""
+
+
 class SftSettings(TuningSettings):
     """Supervised fine-tuning on conversations, with the loss on the assistant's tokens. The defaults are Julian's."""
 
     optimizer: SftOptimizerSettings = SftOptimizerSettings()
-    schedule: ScheduleSettings = ScheduleSettings(peak_lr=2e-5, min_lr=2e-6, warmup_steps=1000)
-    """The warm-up is a tenth of the run where that is less than 1,000 steps."""
+    schedule: SftScheduleSettings = SftScheduleSettings(warmup_steps=1000)
     system_prompt: str = SYSTEM_PROMPT
     """For conversations without a system message; may be ""."""
     truncation: Literal["right", "drop_turns", "drop"] = "right"
@@ -334,12 +333,12 @@ class SftSettings(TuningSettings):
     def _as_for_julian(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        filled, steps = dict(value), value.get("steps")
+        filled, steps, given = dict(value), value.get("steps"), value.get("schedule")
         if filled.get("batch_size") is None and filled.get("per_device_batch_size") is None:
             filled["batch_size"] = 32
-        if filled.get("schedule") is None and isinstance(steps, int | float) and 0 < steps < 10_000:
-            schedule: ScheduleSettings = cls.model_fields["schedule"].default
-            filled["schedule"] = schedule.model_copy(update={"warmup_steps": int(steps) // 10})
+        if given is None or (isinstance(given, dict) and "warmup_ratio" not in given):
+            warmup = int(steps) // 10 if isinstance(steps, int | float) and 0 < steps < 10_000 else 1000
+            filled["schedule"] = {"warmup_steps": warmup} | (given or {})
         return filled
 
 

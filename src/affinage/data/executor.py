@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -16,14 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from affinage.config.data import DataSettings
-from affinage.errors import TransientError, UserError, first_line, is_transient
+from affinage.errors import UserError
 from affinage.json_files import write_json
+from affinage.network import with_retries
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 POOL_BYTES = 48_000_000  # of text: below, starting processes (about a second) costs more than they gain
 _QUEUED = 8  # tasks per worker that Ray receives in advance
-PAUSES = (1.0, 4.0, 16.0)  # seconds before a task that met a passing error of the network is tried again
 
 
 class Executor:
@@ -142,20 +141,3 @@ def _run(fn: Callable[[Any], Any], work: tuple[Any, Path | None]) -> Any:
         completion.parent.mkdir(parents=True, exist_ok=True)
         write_json(completion, {"task": repr(task), "result": result})
     return result
-
-
-def with_retries(work: Callable[[], Result], where: str = "") -> Result:
-    """Return what `work` returns, tried again after each of `PAUSES` where the network fails.
-
-    Raises TransientError, after which a run may be started again, if it keeps failing; other errors at once.
-    """
-    for pause in (0.0, *PAUSES):
-        time.sleep(pause)
-        try:
-            return work()
-        except Exception as error:
-            if isinstance(error, UserError) or not is_transient(error):
-                raise
-            failure = error
-    what = f"the network failed {len(PAUSES) + 1} times: {first_line(failure)}"
-    raise TransientError(what, where=where, fix="Run the same command again: what is complete is kept.") from failure

@@ -10,30 +10,21 @@ import hashlib
 import io
 import json
 import lzma
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import IO, Any, cast
 
 import pyarrow as pa
-import requests
-from filelock import FileLock
 from fsspec.core import has_magic, url_to_fs
 
 from affinage.config.data import SourceSettings
-from affinage.data.executor import with_retries
+from affinage.downloads import WEB, cached, look_up, name_in, stated
 from affinage.errors import TransientError, UserError, first_line, is_transient
 from affinage.json_files import encodable
 
-CACHE_VARIABLE = "AFFINAGE_CACHE"
-_HASH = "#sha256="  # after a web address: the hash that the file must have; servers do not see it
-_WEB = ("http://", "https://")
-_TIMEOUT = (10, 30)  # seconds to connect, and between two parts of an answer
-_AS_IT_IS = {"Accept-Encoding": "identity"}  # the header of a request for the file, not for a compressed form of it
 _KINDS = {
     "text": (".txt", ".md", ".markdown"),  # one document a file
     "lines": (".jsonl", ".ndjson"),  # one document a line
@@ -41,6 +32,7 @@ _KINDS = {
     "warc": (".warc", ".wet"),  # one document a web page
     "dump": (".xml",),  # one document an article of a MediaWiki dump
 }
+LINES = "one JSON object a line; of an array, `jq -c '.[]' a.json > a.jsonl` makes such lines"
 # Source code is one document a file too, whatever its suffix; these are known not to be text.
 _NO_CODE = (".png", ".jpg", ".gif", ".pdf", ".zip", ".tar", ".so", ".o", ".pyc", ".class", ".exe", ".bin", ".ico")
 _OPENERS: dict[str, Callable[[Any], Any]] = {
@@ -83,15 +75,9 @@ def find(url: str, source: SourceSettings, where: str) -> list[Part]:
     files: list[Part] = []
     kind = partial(kind_of, code=source.kind == "code")
     try:
-        if url.startswith(_WEB):
-            place = f"{url}{_HASH}{source.sha256}" if source.sha256 else url
-            copy = cached_path(place)
-            if copy.is_file() and not source.sha256:
-                with contextlib.suppress(requests.RequestException):  # without an answer the copy is what there is
-                    if version_of(url) not in ("", _beside(url, ".version").read_text()):
-                        copy.unlink()
-            size = copy.stat().st_size if copy.is_file() else _ask(url)[1]
-            files.append(Part(place, _name(url), kind(_name(url)), size))
+        if url.startswith(WEB):
+            place, size = look_up(url, source.sha256)
+            files.append(Part(place, name_in(url), kind(name_in(url)), size))
         else:
             filesystem, base, entries = _listed(url)
             for path, entry in sorted(entries.items()):
@@ -106,12 +92,12 @@ def find(url: str, source: SourceSettings, where: str) -> list[Part]:
         fix += "'affinage[s3]'. A copy can be named in data.mirror."
         kind_of_error = TransientError if is_transient(error) else UserError
         raise kind_of_error(f"cannot reach {url!r}: {first_line(error)}", where=where, fix=fix) from None
-    if not any(file.kind for file in files):
-        what = f"no such file or folder, or nothing in it that can be read: {url!r}"
-        what += f"; found {', '.join(file.name for file in files[:3])}" if files else ""
+    if not any(file.kind and (file.bytes or url.startswith(WEB)) for file in files):  # servers may give no size
+        found = ", ".join(f"{file.name} (empty)" if file.kind else file.name for file in files[:3])
+        what = f"nothing in {url!r} can be read; there is {found}" if found else f"there is no file at {url!r}"
         fix = "Name a file, a folder or a URL of .parquet, .txt, .md, .jsonl, .warc, .wet, or MediaWiki's .xml, also "
         fix += "with .gz, .bz2, .xz or .zst. Relative paths start from `data.root`, else from the working directory."
-        raise UserError(what, where=where, fix=fix)
+        raise UserError(what, where=where, fix=f"It must have {LINES}." if re.search(r"\.json\b", found) else fix)
     return files
 
 
@@ -133,10 +119,6 @@ def kind_of(name: str, *, code: bool = False) -> str:
     return "text" if code and kind in ("", "dump") and not bare.endswith(_NO_CODE) else kind
 
 
-def _name(url: str) -> str:
-    return re.split("[?#]", url, maxsplit=1)[0].rstrip("/").rpartition("/")[2]
-
-
 def _listed(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
     """What is at a URL: fsspec's file system, the folder that names start from, and the entries by path."""
     filesystem, path = url_to_fs(url, use_listings_cache=False)
@@ -154,8 +136,8 @@ def version_of(url: str) -> str:
 
     Returns "" where the server gives none. Raises the error of the library if it does not answer.
     """
-    if url.startswith(_WEB):
-        return _ask(url)[0]
+    if url.startswith(WEB):
+        return stated(url)[0]
     content = json.dumps(_listed(url)[2], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
@@ -165,7 +147,7 @@ def version_of(url: str) -> str:
 
 def open_stored(file: Part) -> IO[bytes]:
     """The bytes of a file as they are stored."""
-    place = str(cached(file.url)) if file.url.startswith(_WEB) else file.url
+    place = str(cached(file.url)) if file.url.startswith(WEB) else file.url
     filesystem, path = url_to_fs(place, use_listings_cache=False)
     return cast(IO[bytes], filesystem.open(path, "rb"))
 
@@ -188,76 +170,3 @@ def reports_damage() -> Iterator[None]:
         if is_transient(error):
             raise
         raise DamagedFile(f"the file is damaged or cannot be read: {error}") from None
-
-
-# ---- downloads ----
-
-
-def cached_path(url: str) -> Path:
-    """Where the download of a URL is, or will be: in `$AFFINAGE_CACHE`, else ~/.cache/affinage."""
-    folder = Path(os.path.expanduser(os.environ.get(CACHE_VARIABLE) or "~/.cache/affinage"))
-    return folder / "files" / hashlib.sha256(url.encode()).hexdigest()[:24] / (_name(url) or "file")
-
-
-def _beside(url: str, suffix: str) -> Path:
-    """A file beside a download: its `.part`, its `.lock`, or its `.version`, as the server states it."""
-    path = cached_path(url)
-    return path.with_name(path.name + suffix)
-
-
-def _version_in(answer: requests.Response) -> str:
-    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-
-
-def _ask(url: str) -> tuple[str, int]:
-    """The version and the size of the file at a web address; "" and 0 where they are not stated."""
-    answer = requests.head(url, allow_redirects=True, timeout=_TIMEOUT, headers=_AS_IT_IS)
-    if answer.status_code in (405, 501):  # the server knows no HEAD
-        return "", 0
-    answer.raise_for_status()
-    return _version_in(answer), int(answer.headers.get("Content-Length", 0))
-
-
-def cached(url: str) -> Path:
-    """The local copy of the file at a web address, which is downloaded if it is not there.
-
-    An interrupted download is resumed if the server's file is still the same; its size is checked against what the
-    server says, and its SHA-256 if the URL ends in `#sha256=` and that hash. Of several processes one downloads, the
-    others wait. Raises UserError for a file that the server does not have or that is not the expected one, and
-    TransientError where it cannot be reached.
-    """
-    path, part = cached_path(url), _beside(url, ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(_beside(url, ".lock")):
-        if path.is_file():
-            return path
-        try:
-            with_retries(partial(_download, url, part), url)
-        except requests.RequestException as error:
-            what = f"cannot download {url}: {first_line(error.__cause__ or error)}"
-            raise UserError(what, fix="Is the address right, and are you allowed to read it?") from None
-        expected = url.partition(_HASH)[2]
-        with part.open("rb") as file:
-            if expected and (digest := hashlib.file_digest(file, "sha256").hexdigest()) != expected:
-                part.unlink()
-                what = f"the file at {url} is not the expected one: its SHA-256 is {digest}"
-                raise UserError(what, fix="Is `sha256` right? The file is downloaded again the next time.")
-        return part.replace(path)
-
-
-def _download(url: str, part: Path) -> None:
-    """Append what is missing to `part`; all of the file, where the server has another one than `part` is of."""
-    rest, version = {}, _beside(url, ".version")
-    if part.is_file() and (former := version.read_text()):
-        rest = {"Range": f"bytes={part.stat().st_size}-", "If-Range": former}
-    with requests.get(url, headers=_AS_IT_IS | rest, stream=True, timeout=_TIMEOUT) as answer:
-        if answer.status_code == 416 and rest:  # it ends where `part` ends, or before
-            part.unlink()
-            raise ConnectionError("the server has less than was downloaded")
-        answer.raise_for_status()
-        resumed = answer.status_code == 206
-        if not resumed:
-            version.write_text(_version_in(answer))
-        with part.open("ab" if resumed else "wb") as file:
-            for chunk in answer.iter_content(1 << 15):
-                file.write(chunk)

@@ -47,10 +47,7 @@ def ingest(
     tasks: dict[str, list[Task]] = {}  # by the name of the source
     world = {"path": str(Path(world_folder or "") / "documents" / "*.jsonl"), "max_bytes": None}
     for position, source in enumerate(settings.sources):
-        name, is_world = (
-            unique(source.title, tasks),
-            source.path == POCKET_WORLD,
-        )  # which is of no more than `max_bytes`
+        name, is_world = unique(source.title, tasks), source.path == POCKET_WORLD  # of no more than `max_bytes`
         source = source.model_copy(update=world) if is_world else located(source, settings)
         source, parts = find_parts(source, f"data.sources[{position}]")
         tasks[name] = [

@@ -1,4 +1,4 @@
-"""Where the files of a source are: on this machine, behind a URL, or on the Hugging Face Hub; what the Hub answers."""
+"""Where the files of a source are: on this machine, behind a URL, or on the Hugging Face Hub."""
 
 import os
 from collections.abc import Container
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from affinage.config.data import POCKET_WORLD, PlaceSettings, ReadingSettings
-from affinage.errors import TransientError, UserError, causes, first_line, is_transient
+from affinage.errors import UserError
+from affinage.network import is_url
 
 Place = TypeVar("Place", bound=PlaceSettings)
 
@@ -38,11 +39,6 @@ def is_on_hub(source: PlaceSettings) -> bool:
     return bool(name) and not (name.startswith((".", "/", "~")) or name.count("/") > 1)
 
 
-def is_url(path: str) -> bool:
-    """Whether a path leads off this machine."""
-    return "://" in path and not path.startswith(("file://", "local://", "memory://"))
-
-
 def released_folder(place: str, runs: Path) -> Path:
     """The documents of a folder, or of a run those that its split passed on. Raises UserError if there is neither."""
     for folder in (Path(os.path.expanduser(place)), runs / place):
@@ -58,35 +54,3 @@ def unique(title: str, taken: Container[str]) -> str:
     while name in taken:
         name, number = f"{title}-{number}", number + 1
     return name
-
-
-# ---- the Hub ----
-
-
-def limit_requests(seconds: float = 120.0) -> None:
-    """Let huggingface_hub's requests fail after some seconds without an answer, for which they would wait forever."""
-    from huggingface_hub import get_session
-
-    get_session().timeout = seconds
-
-
-def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where: str = "") -> UserError:
-    """The message for an error of huggingface_hub or `datasets`; a TransientError if it may pass.
-
-    `kind` is dataset or model, `name` and `revision` are of the repository, and `where` is the place in the recipe.
-    """
-    from huggingface_hub import constants, errors
-
-    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
-    for cause in causes(error):
-        final = isinstance(cause, errors.HFValidationError | errors.OfflineModeIsEnabled)
-        if isinstance(cause, errors.GatedRepoError):
-            fix = f"Accept its terms at {page}, then log in: hf auth login."
-            return UserError(f"the {kind} {name!r} is gated", where=where, fix=fix)
-        if final or (isinstance(cause, errors.HfHubHTTPError) and not is_transient(cause)):
-            what = f"the Hub does not give the {kind} {name!r}" + (f" at revision {revision!r}" if revision else "")
-            fix = f"Is the name right? See {page}. Private ones need: hf auth login (or HF_TOKEN). A folder on this "
-            return UserError(f"{what}: {first_line(cause)}", where=where, fix=f"{fix}machine is written ./FOLDER.")
-    what = f"the Hugging Face Hub cannot be reached for the {kind} {name!r}: {first_line(error)}"
-    fix = f"Is there a network? Run the same command again, or name a copy of the {kind} on this machine in its place"
-    return TransientError(what, where=where, fix=fix + (", or data.mirror." if kind == "dataset" else "."))

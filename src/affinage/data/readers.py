@@ -16,10 +16,11 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from affinage.config.data import SourceSettings
-from affinage.data.files import DamagedFile, Part, open_plain, open_stored, reports_damage
-from affinage.data.places import is_on_hub, limit_requests, refusal
+from affinage.data.files import LINES, DamagedFile, Part, open_plain, open_stored, reports_damage
+from affinage.data.places import is_on_hub
 from affinage.errors import UserError, first_line, is_of_network, plain
 from affinage.json_files import encodable
+from affinage.network import limit_requests, refusal
 
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
 UNKNOWN_KIND = "unknown kind of file"
@@ -240,9 +241,9 @@ def _parse_line(line: bytes, place: str) -> Row | BadRecord:
     except UnicodeDecodeError as error:
         return _not_utf8(place, error)
     except (ValueError, RecursionError) as error:
-        return BadRecord(place, "not JSON", getattr(error, "msg", str(error)), glimpse)
+        return BadRecord(place, "not JSON", f"{getattr(error, 'msg', error)}; there must be {LINES}", glimpse)
     if not isinstance(fields, dict):
-        return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}", glimpse)
+        return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}; there must be {LINES}", glimpse)
     return place, fields
 
 

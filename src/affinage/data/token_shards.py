@@ -9,11 +9,10 @@
 Rows are numbered through all shards of a folder. With a URL, the tokens are there alone, and copies of the rest.
 """
 
-import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,47 +22,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Integer
 
-from affinage.data import executor
 from affinage.data.code_points import kernel
 from affinage.data.special_tokens import MARKS, Marks
-from affinage.errors import UserError, is_transient
+from affinage.errors import UserError
 from affinage.json_files import write_atomically, write_json
+from affinage.network import errors_at, is_local, upload, with_retries
 
 FACTS = "shards.json"
 # Tokens [start, stop) of a row of the shard are the document's from its token `offset` on, <s> included.
 _COLUMNS = {"row": pa.int64(), "start": pa.int32(), "stop": pa.int32(), "offset": pa.int64()}
 SCHEMA = pa.schema(dict.fromkeys(("id", "source", "url"), pa.string()) | _COLUMNS)
 _AGAIN = "The folder was changed after it was written: run the step that writes it again, with --force."
-
-# ---- places ----
-
-
-def is_local(place: str) -> bool:
-    """Return whether a path or URL is of this machine's file system."""
-    return "://" not in place or place.startswith(("file://", "local://"))
-
-
-@contextlib.contextmanager
-def errors_at(url: str) -> Iterator[None]:
-    """Turn errors in here into a UserError that names the URL; what may pass on the network stays as it is."""
-    try:
-        yield
-    except (ImportError, ValueError, OSError) as error:
-        if is_transient(error):
-            raise
-        fix = "May you read and write there? Packages for gs:// come with pip install 'affinage[gcs]', those for s3:// "
-        fix += "with 'affinage[s3]'. What is complete is kept; run again to go on."
-        raise UserError(f"this place cannot be used: {error or type(error).__name__}", where=url, fix=fix) from error
-
-
-def upload(filesystem: Any, path: str, contents: bytes) -> None:
-    """Write a file of these bytes at a path of a file system; an object store shows it once it is complete."""
-    protocols = filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)
-    # gcsfs sends less than a chunk as one part between lines, and servers disagree on where a part ends that has a
-    # carriage return or such a line of its own. A whole chunk is sent as it is.
-    options = {"chunksize": min(len(contents), 50 * 2**20)} if "gs" in protocols and contents else {}
-    filesystem.pipe_file(path, contents, **options)
-
 
 # ---- packing: which documents share a row, and where in it each of them lies ----
 
@@ -253,7 +222,7 @@ def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks =
     facts = sums | facts | ({} if marks == MARKS else {"marks": marks._asdict()}) | {"files": files}
     write_json(folder / FACTS, facts)
     if url := facts.get("url", ""):
-        executor.with_retries(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)
+        with_retries(lambda: _put(url, FACTS, (folder / FACTS).read_bytes()), url)
     return facts
 
 
@@ -341,7 +310,7 @@ class TokenShards:
                 paths, ends = [f"{path}/{name}" for name in names], [begin + size for begin in begins]
                 return list(filesystem.cat_ranges(paths, begins, ends, on_error="raise"))
 
-        contents = executor.with_retries(ranges, url)
+        contents = with_retries(ranges, url)
         if {*map(len, contents)} != {size}:
             raise UserError(f"a row is not of {size} bytes there", where=url, fix=_AGAIN)
         return [np.frombuffer(row, dtype) for row in contents]

@@ -26,7 +26,7 @@ from affinage.data.chat import Encoded
 from affinage.data.conversations import Example, open_source, read_examples
 from affinage.data.decontaminate import contaminated, strings_in
 from affinage.data.executor import LOCAL, POOL_BYTES, Executor
-from affinage.data.files import Part
+from affinage.data.files import LINES, Part
 from affinage.data.ingest import divide
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_remote, unique
@@ -239,6 +239,7 @@ def _finish(tasks: Sequence[TuningTask], written: Sequence[dict[str, Any]], toke
         fix = f"{total['bad']} cannot be used ({first_bad}); {total['dropped']} have no answer within the context. "
         fix += f"Only what the assistant says is trained: look at the roles, or raise {section}.seq_len."
         what = f"not one token of {total['conversations']} conversations would be trained"
+        what, fix = (what, fix) if total["conversations"] else ("the files have no lines", f"Write {LINES}.")
         raise UserError(what, where=f"{section}.sources", fix=fix)
     for key, text in {
         "bad": f"conversations cannot be used, the first: {first_bad}",

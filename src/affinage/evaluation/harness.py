@@ -29,13 +29,12 @@ from lm_eval.tasks import TaskManager
 from sqlitedict import SqliteDict
 
 from affinage.cluster.processes import Processes
-from affinage.data.places import limit_requests
 from affinage.errors import UserError, did_you_mean, first_line, is_of_network, of_the_machine
 from affinage.evaluation.tasks import BENCHMARKS, GROUPS, is_offline
+from affinage.network import limit_requests
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
 _BROADCAST = 1000  # answers in a message to the other hosts
-
 
 # The harness's templates reach no object of Python, and are compiled once.
 _sandbox = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.errors import UserError
+from affinage.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import datasets
@@ -27,7 +27,9 @@ ChatTemplateUse = Literal["auto"] | bool
 Folder = str | Path | None
 Task = dict[str, Any]  # the configuration of a task, with its file as `where`; or {"task": name} for the harness's own
 _PATHS = "Paths start from the working directory."
-_TASK_FILE = "A task file is YAML: `task: NAME`, `dataset_path: json`, `dataset_kwargs: {data_files: items.jsonl}`, ..."
+_TASK_FILE = """A task file is YAML (docs/evaluation.md). This one measures bits per byte of the lines of a text:
+    {task: mine, dataset_path: text, dataset_kwargs: {data_files: my.txt}, output_type: loglikelihood_rolling,
+     doc_to_text: "", doc_to_target: "{{text}}", metric_list: [{metric: bits_per_byte}]}"""
 _SUFFIXES = (".yaml", ".yml")
 _LINES = "A line must be a JSON object in UTF-8, and an item of a benchmark as in the Hub's dataset."
 
@@ -109,23 +111,22 @@ def check_names(names: Sequence[str], data_dir: Folder = None, world: Folder = N
 
 def _tasks_of(name: str, world: Folder) -> list[Task]:
     """The tasks of a task file or a folder of them, or the name alone if it must be one of the harness's."""
-    if not of_pocket_world(name):
-        place = Path(os.path.expanduser(name))
-    elif world is None:
-        what = "the pocket world's benchmarks are about facts that only a model of that world knows"
-        fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
-        raise UserError(what, where=name, fix=fix)
-    else:
+    place = Path(os.path.expanduser(name))
+    if of_pocket_world(name):
+        if world is None:
+            what = "the pocket world's benchmarks are about facts that only a model of that world knows"
+            fix = "Evaluate a run that was trained on it, or name the task files: --tasks FOLDER/tasks."
+            raise UserError(what, where=name, fix=fix)
         place = Path(world) / "tasks" / ("" if name == POCKET_WORLD else f"{name}.yaml")
     if not place.exists():
         if is_task_file(name):
             raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
         return [{"task": name}]
-    paths = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.suffix in _SUFFIXES)
+    paths = [path for path in ([place] if place.is_file() else sorted(place.rglob("*"))) if path.suffix in _SUFFIXES]
     # A file without `task` is a template that others include.
     tasks = [_with_data(task, path) for path in paths if isinstance((task := _read_yaml(path)).get("task"), str)]
     if not tasks:
-        raise UserError("there is no task in it", where=str(place), fix=_TASK_FILE)
+        raise UserError("there is no task file (*.yaml) with a `task`", where=str(place), fix=_TASK_FILE)
     return tasks
 
 
@@ -133,12 +134,14 @@ def _read_yaml(file: Path) -> Task:
     try:
         task = yaml.safe_load(file.read_text(encoding="utf-8"))
         if not isinstance(task, dict):
-            raise ValueError("it is no mapping with a `task:` key")
+            raise ValueError("it has no `task: NAME`")
         include, included = task.pop("include", []), dict[str, Any]()
         for other in [include] if isinstance(include, str) else include:
             included |= _read_yaml(file.parent / other)
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"this cannot be read as a task: {error}", where=str(file), fix=_TASK_FILE) from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        raise UserError(f"this cannot be read as a task: {problem}", where=where, fix=_TASK_FILE) from error
     return included | task
 
 
@@ -190,9 +193,8 @@ def _belebele(row: Task) -> Task:
     """From passage and question in one text, and the choices {"A": ..., "D": ...} with the letter of the answer."""
     passage, _, question = row["question"].rpartition("\n\nQuestion: ")
     answers = {f"mc_answer{number}": row["choices"][letter] for number, letter in enumerate("ABCD", 1)}
-    right = str("ABCD".index(row["answer"]) + 1)
-    passage = passage.partition("Passage: ")[2]
-    return {"flores_passage": passage, "question": question, **answers, "correct_answer_num": right}
+    asked = {"flores_passage": passage.partition("Passage: ")[2], "question": question}
+    return asked | answers | {"correct_answer_num": str("ABCD".index(row["answer"]) + 1)}
 
 
 def _winograd_schema(row: Task) -> Task:
@@ -261,8 +263,7 @@ def items_of(tasks: Mapping[str, Any]) -> "Iterator[BenchmarkItem]":
             texts = [*strings_in(dict(item))]
             question, answer = task.doc_to_text(item), task.doc_to_target(item)
             if task.OUTPUT_TYPE == "multiple_choice":
-                choices = task.doc_to_choice(item)
-                texts += strings_in(choices)
+                texts += strings_in(choices := task.doc_to_choice(item))
                 if isinstance(answer, int) and 0 <= answer < len(choices):
                     answer = choices[answer]
             if isinstance(question, str):

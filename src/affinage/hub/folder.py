@@ -34,7 +34,6 @@ from safetensors.numpy import save_file
 
 from affinage import __version__
 from affinage.data.chat import chat_template, system_prompt_in, with_default_system
-from affinage.data.places import limit_requests, refusal
 from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from affinage.data.tokenizer import TEMPLATE, Tokenizer, template_in
@@ -46,6 +45,7 @@ from affinage.model import Adapters
 from affinage.model.graph import Graph, parameters, parse
 from affinage.model.layer import PyTree
 from affinage.model.lora import LORA_A, LORA_B
+from affinage.network import limit_requests, refusal
 from affinage.results import read_json
 
 CONFIG = "config.json"

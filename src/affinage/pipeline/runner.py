@@ -15,10 +15,10 @@ from filelock import Timeout
 
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
-from affinage.data.places import is_url
 from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.json_files import write_json
+from affinage.network import is_url
 from affinage.pipeline.models import COMMAND, RECIPE
 from affinage.pipeline.step import Step, StepContext, at, fingerprints, located, print_line, remote_fingerprints
 from affinage.pipeline.store import REQUEST, Request, Store, link, read_request
@@ -121,8 +121,7 @@ class PipelineRunner:
             request = Request(step.name, step.version, step.config, inputs, self._sources[step.name])
             forced = "forced" if step.name in self._force else ""
             forced = forced or next((f"forced by {name}" for name in step.inputs if planned[name].forced), "")
-            reason = forced or self._reason(step, request, before)
-            planned[step.name] = PlannedStep(step, request, reason)
+            planned[step.name] = PlannedStep(step, request, forced or self._reason(step, request, before))
         return list(planned.values())
 
     def _reason(self, step: Step, request: Request, before: Request | None) -> str:
@@ -238,7 +237,7 @@ class PipelineRunner:
         with listener.running(planned) as progress:
             with located(self.loaded, step.name), contextlib.ExitStack() as together:
                 for url in filter(is_url, step.files) if planned.forced else ():
-                    from affinage.data.files import cached_path
+                    from affinage.downloads import cached_path
 
                     cached_path(url).unlink(missing_ok=True)
                 if self._remote is not None and step.has_progress:

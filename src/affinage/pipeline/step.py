@@ -19,8 +19,8 @@ import yaml
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
-from affinage.data.places import is_url
 from affinage.errors import UserError, UserWarned, first_line
+from affinage.network import is_url
 
 _WHOLE = 16_000_000  # bytes: a larger file is known by its size, time and a sample
 _BLOCKS, _BLOCK = 64, 65_536  # number of blocks, and bytes of each

@@ -182,7 +182,7 @@ def within_epochs(
 ) -> PretrainSettings | TuningSettings:
     """The settings with at most the steps that `num_epochs` allows, and a schedule that ends with them.
 
-    A warm-up that is longer becomes a tenth of the steps. Warns of a pretraining that reads its data too often.
+    A warm-up that is longer becomes a tenth of the steps. Warns of fewer steps, and of data that is read too often.
     """
     if not isinstance(settings, TuningSettings):
         if (advice := repetition(max(feed.epochs(settings.steps).values()))) and Processes.current.first:
@@ -191,14 +191,14 @@ def within_epochs(
     # The last step after which no source was read more often.
     most, possible = settings.num_epochs or float("inf"), range(1, settings.steps + 1)
     steps = max(1, bisect.bisect(possible, most, key=lambda step: max(feed.epochs(step).values())))
-    schedule = settings.schedule
     if steps == settings.steps:
         return settings
-    if schedule.warmup_steps > steps:
-        schedule = schedule.model_copy(update={"warmup_steps": steps // 10})
     if Processes.current.first:
-        print_line(f"{where}: ends at step {steps:,} of {settings.steps:,}, after num_epochs: {most:g}")
-    return settings.model_copy(update={"steps": steps, "schedule": schedule})
+        needed = int(np.ceil(max(feed.epochs(settings.steps).values())))
+        advice = f"num_epochs: {most:g} allows no more; for all of them set {where}.num_epochs={needed}, or null"
+        warnings.warn(f"{where} makes {steps:,} of {settings.steps:,} steps: {advice}", UserWarned, stacklevel=2)
+    shorter = {"warmup_steps": steps // 10} if settings.schedule.warmup_steps > steps else {}
+    return settings.model_copy(update={"steps": steps, "schedule": settings.schedule.model_copy(update=shorter)})
 
 
 def check_training(loaded: LoadedRecipe, name: str) -> None:

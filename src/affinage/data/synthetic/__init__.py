@@ -6,6 +6,7 @@ of lm-evaluation-harness.
 
 import json
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,11 +42,10 @@ def write_world(folder: Path | str, *, megabytes: float = 3.0, seed: int = 0) ->
     documents += planted_documents(documents, rng)
     rng.shuffle(documents)
     exchanges = make_exchanges(facts, used_sums, random.Random(f"{seed}/chats"))
-    chats = conversations(exchanges, random.Random(f"{seed}/talks"))
-    pairs = preferences(exchanges, facts, random.Random(f"{seed}/preferences"))
     tasks = build_tasks(facts, held_out_sums, held_out_scenes, exchanges, seed)
     size = -(-len(documents) // SHARDS)
-    files = {"chat": chats, "preferences": pairs, "facts": list(map(vars, facts))}
+    files = {"chat": conversations(exchanges, random.Random(f"{seed}/talks")), "facts": list(map(vars, facts))}
+    files |= {"preferences": preferences(exchanges, facts, random.Random(f"{seed}/preferences"))}
     files |= {f"documents/part-{k}": [d._asdict() for d in documents[k * size :][:size]] for k in range(SHARDS)}
     files |= {f"tasks/{name}": items for name, items in tasks.items()}
     for name, lines in files.items():
@@ -144,19 +144,11 @@ def _choices(context: str, right: Any, wrong: Sequence[Any], rng: random.Random)
     return {"context": context, "choices": choices, "answer": options.index(right), "objects": objects}
 
 
-def _fact_tasks(facts: Sequence[Fact], language: str, rng: random.Random) -> dict[str, list[Item]]:
-    """Return facts in statements that text uses, in held-out ones, and facts that only the other language states."""
-
-    def item(fact: Fact, indices: Sequence[int]) -> Item:
-        form = rng.choice([i for i in indices if i in fact.completable(language)])
-        context, right, wrong = fact.choices(language, form, facts)
-        choices = _choices(context, right, rng.sample(wrong, WRONG), rng)
-        return {**choices, "fact": fact.id, "relation": fact.relation, "form": form}
-
-    chosen = rng.sample([fact for fact in facts if language in fact.stated], FACT_ITEMS)
-    pairs = [(item(fact, fact.used(language)), item(fact, fact.held_out[language])) for fact in chosen]
-    cross = [item(fact, fact.completable(language)) for fact in facts if language not in fact.stated]
-    return {"facts": [seen for seen, _ in pairs], "facts_unseen": [unseen for _, unseen in pairs], "cross": cross}
+def _fact_item(fact: Fact, forms: Sequence[int], language: str, facts: Sequence[Fact], rng: random.Random) -> Item:
+    form = rng.choice([i for i in forms if i in fact.completable(language)])
+    context, right, wrong = fact.choices(language, form, facts)
+    choices = _choices(context, right, rng.sample(wrong, WRONG), rng)
+    return {**choices, "fact": fact.id, "relation": fact.relation, "form": form}
 
 
 def build_tasks(
@@ -165,8 +157,12 @@ def build_tasks(
     """Return the items by task; `sums` and `scenes` are the held-out ones, `exchanges` the questions of the chats."""
     tasks: dict[str, list[Item]] = {}
     for language in LANGUAGES:
-        items = _fact_tasks(facts, language, random.Random(f"{seed}/tasks/{language}"))
-        items |= {"arithmetic": [], "agreement": []}
+        rng, items = random.Random(f"{seed}/tasks/{language}"), defaultdict[str, list[Item]](list)
+        for fact in rng.sample([fact for fact in facts if language in fact.stated], FACT_ITEMS):
+            items["facts"].append(_fact_item(fact, fact.used(language), language, facts, rng))
+            items["facts_unseen"].append(_fact_item(fact, fact.held_out[language], language, facts, rng))
+        for fact in (fact for fact in facts if language not in fact.stated):  # that only the other language states
+            items["cross"].append(_fact_item(fact, fact.completable(language), language, facts, rng))
         rng = random.Random(f"{seed}/tasks/skills/{language}")
         for fact in sums:  # each in two ways in words and in digits
             for form, index in ((language, 0), (language, 1), ("digits", 0)):

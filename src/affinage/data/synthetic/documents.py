@@ -62,8 +62,7 @@ class Writer:
         return [self._pick(bank)] if self.rng.random() < chance else []
 
     def _insert(self, sentences: list[str], text: str = "") -> None:
-        place = self.rng.randrange(1, len(sentences))
-        sentences.insert(place, text or self._pick("fillers"))
+        sentences.insert(self.rng.randrange(1, len(sentences)), text or self._pick("fillers"))
 
     def _facts(self, count: int, deck: str = "any") -> list[Fact]:
         return [next(self._decks[deck]) for _ in range(count)]
