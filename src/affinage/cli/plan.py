@@ -57,7 +57,8 @@ def plan(
     from affinage.planning.plan import REMEMBERED, compare, default_slice
     from affinage.planning.search import curve as scaled
 
-    where, view = named or default_slice(planned.loaded.recipe), None
+    where = named or default_slice(planned.loaded.recipe)
+    view: list[Any] | None = None
     if which:
         with working("planning"):
             plans, refused = compare(planned.loaded.recipe, planned.graph)
