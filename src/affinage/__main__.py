@@ -10,6 +10,7 @@ from affinage.stopping import die_with_parent, handled_by
 def main() -> None:
     """Run the command line of this process, which a signal may end from its first moment on."""
     die_with_parent()
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch is missing: nothing needs it
     interrupt = signal.getsignal(signal.SIGINT)
 
     def leave_at_once(number: int, frame: object) -> None:

@@ -72,6 +72,7 @@ def test_what_does_not_exist_is_refused_with_the_nearest_that_does():
     for name, nearest in (
         ("v4-31", ["v4-16", "v4-32"]), ("v4-33", ["v4-32", "v4-64"]), ("v5e-512", ["v5e-256"]), ("v4-0", ["v4-8"]),
         ("v9-8", ["Did you mean `v"]), ("h100x12", ["h100x16"]),
+        *((name, ["Did you mean `h100x8`?"]) for name in ("8xh100", "8 x H100", "H100:8", "h100-8")),
     ):  # fmt: skip
         fix = refused(find_slice, name).fix
         assert all(each in fix for each in nearest), name

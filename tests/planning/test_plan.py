@@ -50,6 +50,10 @@ def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_
         ("v6e-4", ("model.nodes.blocks.attention.heads=2",), "matrix unit", True),  # of 256, and heads have 128
         ("v4-8", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),
         ("v4-8", (), "small batch", False),
+        ("v4-8", ("pretrain.batch_size=4096", "pretrain.steps=20"), "large batch: 2.097M tokens a step", True),
+        ("v4-8", (), "large batch", False),
+        ("v4-8", ("pretrain.batch_size=64", "pretrain.steps=1000000"), "few tokens: 32,768 tokens a step", True),
+        ("v4-8", ("pretrain.batch_size=512", "pretrain.steps=1000000"), "learn", False),
         ("h100x4", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),  # kernels take their start
         ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),
         ("v4-8", ("pretrain.per_device_batch_size=8",), "rows a device", True),
@@ -78,11 +82,15 @@ def test_a_gpu_is_planned_with_the_attention_that_a_run_takes_there():
     assert blocks_of("pretrain.attention=xla", name="h100x4").seconds > blocks_of(name="h100x4").seconds
 
 
-def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token(monkeypatch):
+def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token(affinage, monkeypatch):
     monkeypatch.setattr("affinage.planning.plan.COMPARED", ("v5e-1", "v4-8", "h100x4", "v6e-4", "v4-4096"))
     plans, ((left_out, _),) = compare(*planned(SMALL, "pretrain.batch_size=1024"))
     keys = [(not made.fits, made.cost_per_billion) for made in plans]
     assert keys == sorted(keys) and len(plans) == 4 and left_out.name == "v4-4096"
+    told = affinage("plan", SMALL, "--which", *set_words("pretrain.batch_size=1024"))[1]
+    table = told.partition("\nrefused")[0].splitlines()[2:]
+    assert max(map(len, table)) <= 80 and {"tokens", "price", "cost"} <= {*table[0].split()}
+    assert "52.43M" in table[1] and table[-1].split()[-4:] == ["–", "1.2", "–", "–"], "no cost of what does not fit"
 
 
 ON, ACCUMULATED = (SMALL, "--on", "v4-8"), "pretrain.gradient_accumulation_steps=2"
@@ -91,7 +99,7 @@ ON, ACCUMULATED = (SMALL, "--on", "v4-8"), "pretrain.gradient_accumulation_steps
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ((SMALL, "--which", "--search"), "--search"),
+        ((SMALL, "--which", "--search"), "one slice at a time"),
         ((SMALL, "--curve", "weak"), "processor"),
         ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "fsdp 8 does not fit 256 devices"),
         ((SMALL, "--training", "dpo"), "`dpo`"),
@@ -270,7 +278,21 @@ def test_the_real_compiler_holds_no_gradients_of_all_layers():
     assert report.temporary_bytes < 0.7 * weights
 
 
+def test_what_does_not_fit_is_said_first_and_has_no_speed_or_cost_whoever_finds_it(affinage, monkeypatch):
+    for needed, words in ((99, ()), (99, ("--compile",)), (1, ("--compile",))):
+        given = set_words("pretrain.batch_size=64" if needed == 99 and words else "pretrain.batch_size=4096")
+        report = CompileReport(needed < 99, needed * GiB, message="it needs 99 GiB")
+        monkeypatch.setattr("affinage.planning.compiled.compile_on", lambda *_, report=report: report)
+        status, out, err = affinage("plan", SMALL, "--on", "v5e-1", *words, *given)
+        second, fits = out.splitlines()[1], needed < 99
+        assert status == 0 and second.startswith("does not fit") == ("--search" in out) == (not fits)
+        assert ("$" in out) == ("tokens/s" in out) == ("seconds of a step" in out) == fits, out
+        assert ("compiling for v5e-1" in err) == bool(words)
+    assert "cpu, this machine (for another: --on" in affinage("plan", SMALL)[1].splitlines()[0]
+
+
 def test_the_verb_compares_with_what_fax_reached(affinage, monkeypatch):
     monkeypatch.setattr("affinage.planning.compiled.compile_on", compiler(2.0, 0.22))
     _, out, err = affinage("plan", "capacity", "--on", "v4-16", "--width", "5120")
+    assert "compiling for v4-16" in err
     assert "FAX: parameters 13,700,000,000, seconds 0.9 s" in out and "does not fit" in err and "--set" in out

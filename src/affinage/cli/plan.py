@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from affinage.cli import terminal
 from affinage.cli.terminal import app, counted, described, emit, load, opt, table, working
-from affinage.durations import duration
 from affinage.errors import UserError
-from affinage.hardware.chips import GiB, Slice, find_slice, memory_text
+from affinage.hardware.chips import Slice, find_slice, memory_text
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.model import Graph
     from affinage.planning.compiled import CompileReport
-    from affinage.planning.plan import Plan, Training
+    from affinage.planning.plan import Training
 
 _ON = "By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu."
 
@@ -48,24 +47,29 @@ def plan(
     modes |= {"--compile": compile_step and not (search or width), "--on": which and on}
     names = [name for name, wanted in modes.items() if wanted]
     if len(names) > 1:
-        raise UserError(f"{' and '.join(names)} do not go together", where=names[0], fix=f"Leave out {names[1]}.")
+        fix = "A search takes minutes: one slice at a time, by --on." if which and search else f"Leave out {names[1]}."
+        raise UserError(f"{' and '.join(names)} do not go together", where=names[0], fix=fix)
     named = None if on is None else find_slice(on)
     overrides = overrides or []
     if on and any(each.startswith("hardware.price=") for each in overrides):  # of the chips that are planned for
         overrides = [f"hardware.slice={on}", *overrides]
     planned = _planned(recipe, overrides, training, runs)
-    from affinage.planning.plan import compare, default_slice
+    from affinage.planning.plan import REMEMBERED, compare, default_slice
     from affinage.planning.search import curve as scaled
 
-    where, view = named or default_slice(planned.loaded.recipe), None
+    where = named or default_slice(planned.loaded.recipe)
+    view: list[Any] | None = None
     if which:
         with working("planning"):
             plans, refused = compare(planned.loaded.recipe, planned.graph)
         errors = [{"slice": slice.name, "error": error.what, "fix": error.fix} for slice, error in refused]
-        facts = {"plans": [_row(made) for made in plans], "refused": errors}
+        facts = {"plans": [made.row() for made in plans], "refused": errors}
+        view = [f"{planned.loaded.recipe.name}; price: US dollars per chip and hour{REMEMBERED}\n"]
+        view += [table([made.brief() for made in plans]), *described({"refused": errors})]
     elif curve:
         points = scaled(planned.loaded.recipe, planned.graph, curve, where)
-        facts = {"curve": [_row(made) | {"of_ideal": efficiency} for made, efficiency in points]}
+        facts = {"curve": [made.row() | {"of_ideal": efficiency} for made, efficiency in points]}
+        view = [table([made.brief() | {"of ideal": efficiency} for made, efficiency in points])]
     elif width is not None:
         facts = _capacity(planned, where, width, tries)
     elif search:
@@ -91,6 +95,7 @@ class _Planned:
         """The compiler's report of a step, with further overrides."""
         from affinage.planning.compiled import compile_on
 
+        _compiling(where)
         with working(f"the compiler of {where.name}"):
             return compile_on(self.file, [*self.overrides, *overrides], where)
 
@@ -129,14 +134,17 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
 def _one(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str, Any], list[Any]]:
     """The plan for one slice, with the compiler's report where the step is compiled, and the text of both."""
     from affinage.data.dataloader import repetition
-    from affinage.planning.plan import make_plan
+    from affinage.planning.plan import FITTING, heading, make_plan
 
     made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
     report = planned.compiled(where) if compile_step else None
     facts = made.to_dict() | ({"compiled": vars(report)} if report else {})
     where, memory, time = made.where, made.memory, made.time
     chips = f"{where.chips} × {where.chip.name}, {counted(where.devices, 'device')}, hosts: {where.hosts}"
-    view: list[Any] = [f"{made.recipe.name} on {where.name}: {chips}; mesh: {_mesh(made) or 'one device'}"]
+    view: list[Any] = [f"{heading(made.recipe, where)}: {chips}; mesh: {made.mesh or 'one device'}"]
+    fits = made.fits if report is None else report.fits
+    if not fits:
+        view.append(made.misfit or f"does not fit, by the compiler; {FITTING}")
     view.append(f"{planned.extent}\n")
     disk = made.save_bytes * (made.recipe.runtime.checkpoint.keep_last + 1)
     view += described(asdict(made.facts) | {"checkpoint_bytes": made.save_bytes, "all_checkpoints_bytes": disk})
@@ -151,8 +159,8 @@ def _one(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str,
     nodes += [
         {"name": name, "takes": takes} for name in ("update", "adding", "bubble") if (takes := getattr(time, name))
     ]
-    step = {"name": "step", "takes": time.seconds, "bound": time.bound}
-    view += described({"memory of a device": parts, "seconds of a step": [*nodes, step]})
+    nodes.append({"name": "step", "takes": time.seconds, "bound": time.bound})
+    view += described({"memory of a device": parts, "seconds of a step": nodes if fits else []})
     room = f"{memory_text(memory.total)} of the {memory_text(made.capacity)} that a program may take"
     view.append(f"\nestimate: {'fits' if made.fits else 'does not fit'}, {room}")
     if report is not None:
@@ -160,18 +168,14 @@ def _one(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str,
         view.append(f"compiler: {_verdict(report)}; {off}")
         counts = {"collectives": report.collectives, "attention": report.attention}
         view += described({name: count or "none" for name, count in counts.items() if count is not None})
-    mfu = "" if made.mfu is None else f", an MFU of {made.mfu:.0%}"
-    cost = "" if made.cost is None else f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour"
-    if cost and made.price != made.recipe.hardware.price:
-        cost += " (remembered in 2025; set hardware.price)"
-    view.append(f"{made.tokens_per_second:,.0f} tokens/s{mfu}; {duration(made.seconds)} in total{cost}")
-    view += [f"\nWarning: {warning}" for warning in made.warnings]
+    view += [made.outcome] if fits else []
+    view += [f"\nWarning: {warning}" for warning in made.warnings if warning != made.misfit]
     view += ["\nClaims that cannot be true:"] if made.contradictions else []
     return facts, view + [f"  {claim}: {what}" for claim, what in made.contradictions.items()]
 
 
-def _mesh(made: "Plan") -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in made.device.sizes.items() if size > 1)
+def _compiling(where: Slice) -> None:
+    print(f"compiling for {where.name}, which takes minutes", file=sys.stderr, flush=True)
 
 
 def _verdict(report: "CompileReport") -> str:
@@ -179,34 +183,27 @@ def _verdict(report: "CompileReport") -> str:
     return f"{'fits' if report.fits else 'does not fit'}, {size}"
 
 
-def _row(made: "Plan") -> dict[str, Any]:
-    """What a table of plans has of one."""
-    row: dict[str, Any] = {"slice": made.where.name, "chips": made.where.chips, "mesh": _mesh(made)}
-    row |= {"fits": "nearly" if made.nearly_full else "yes" if made.fits else "no"}
-    row |= {"memory_gib": made.memory.total / GiB, "of_gib": made.capacity / GiB, "step_time": made.time.seconds}
-    row |= {"tokens_per_second": round(made.tokens_per_second), "mfu": made.mfu and round(made.mfu, 2)}
-    row |= {"hours": made.seconds / 3600, "cost": made.cost, "cost_per_billion_tokens": made.cost_per_billion}
-    return row | {"bound_by": made.time.bound}
-
-
 def _search(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str, Any], list[Any]]:
     """The best settings, with the compiler's report of each where the step is compiled, and the text of both."""
     import yaml
 
+    from affinage.planning.plan import heading
     from affinage.planning.search import search
 
-    recipe, best, paste = planned.loaded.recipe, list[dict[str, Any]](), ""
+    recipe, best, shown, paste = planned.loaded.recipe, list[dict[str, Any]](), list[dict[str, Any]](), ""
     with working("searching") as progress:
         found, candidates, estimated = search(recipe, planned.graph, where, progress=progress)
     for candidate, made in found:
-        row = {"micro_batches": candidate.micro_batches, "remat": candidate.remat} | _row(made)
+        parts = {"micro_batches": candidate.micro_batches, "remat": candidate.remat}
         report = planned.compiled(where, candidate.overrides(recipe)) if compile_step else None
-        best.append(row | {"compiler": report and _verdict(report), "settings": candidate.settings(recipe)})
+        compiled = {"compiler": report and _verdict(report)}
+        best.append(parts | made.row() | compiled | {"settings": candidate.settings(recipe)})
+        shown.append(parts | made.brief() | compiled | dict.fromkeys(("slice", "tokens", "price", "per 1B")))
         if not paste and (report is None or report.fits):
             lines = yaml.safe_dump(best[-1]["settings"], sort_keys=False, default_flow_style=None).rstrip()
             paste = f"The best of them, to paste into the recipe:\n\n{lines}"
-    view: list[Any] = [f"{recipe.name} on {where.name}: {candidates:,} ways to split it, in full: {estimated}\n"]
-    view.append(table([row | {"slice": None, "chips": None, "settings": None} for row in best]))
+    view: list[Any] = [f"{heading(recipe, where)}: {candidates:,} ways to split it, in full: {estimated}\n"]
+    view.append(table(shown))
     if found[0][1].nearly_full and not compile_step:
         view.append("\nMore than 90 % of a device's memory, by the estimate: check whether they fit, with --compile.")
     view.append("\n" + (paste or "The compiler refused all of them."))
@@ -226,6 +223,7 @@ def _capacity(planned: _Planned, where: Slice, width: int, tries: int) -> dict[s
         print(f"{layers} layers, {parameters / 1e9:.1f}B: {_verdict(report)}", file=sys.stderr, flush=True)
 
     settings = [*shape(width, where), *planned.overrides]
+    _compiling(where)
     reports, layers, chosen, made = capacity(planned.file, settings, where, tries=tries, on_attempt=progress)
     facts: dict[str, Any] = {"layers": layers, "parameters": made.facts.parameters}
     facts["predicted_seconds"] = made.time.seconds

@@ -154,14 +154,15 @@ def find_slice(name: str) -> Slice:
     word = name.strip().lower()
     if word == "cpu":
         return Slice(name, cpu(), (1,), (False,), 1)
-    gpu = re.fullmatch(r"([a-z0-9-]+?)(?:x(\d+))?", word)
-    if gpu and gpu[1] in _GPUS:
-        return _gpus(name, gpu[1], int(gpu[2] or 1))
+    gpu = re.fullmatch(rf"(?:(\d+)\W*x?\W*)?({'|'.join(_GPUS)})(?:(\W*x?\W*)(\d+))?", word)
+    if gpu and not gpu[1] and gpu[3] in (None, "x"):
+        return _gpus(name, gpu[2], int(gpu[4] or 1))
     family, _, number = word.partition("-")
     if family in _TPUS and number.isdecimal():
         return _tpus(name, family, int(number))
     names = [*(f"{family}-N" for family in _TPUS), *(f"{family}xN" for family in _GPUS), "cpu"]
-    fix = f"{did_you_mean(word, [*COMPARED, 'v5litepod-16'])} The names are {', '.join(names)}.".lstrip()
+    near = [f"{gpu[2]}x{gpu[1] or gpu[4]}"] if gpu else [*COMPARED, "v5litepod-16"]  # 8xh100 is h100x8
+    fix = f"{did_you_mean(near[0] if gpu else word, near)} The names are {', '.join(names)}.".lstrip()
     raise UserError(f"no slice is called `{name}`", where="--on", fix=fix)
 
 
@@ -218,8 +219,7 @@ def _tpus(name: str, word: str, number: int) -> Slice:
 def _torus_shape(chips: int, dimensions: int) -> tuple[int, ...]:
     """The most compact shape that is offered for a number of chips, smallest dimension first, or ().
 
-    Three dimensions: up to 32 chips powers of two from 2x2x1, from there on multiples of 4 along each. Two: powers of
-    two up to 16 x 16, on older chips to 32 x 32.
+    Three dimensions: up to 32 chips powers of two from 2x2x1, then multiples of 4 along each. Two: powers of two.
     """
     if dimensions == 2:
         side = 1 << ((chips.bit_length() - 1) // 2)

@@ -62,8 +62,7 @@ class BenchmarkMonitor:
             (metrics, right), scores = scored, {}
             for task, items in right.items():
                 share = sum(items) / len(items)
-                stderr = math.sqrt(share * (1 - share) / max(1, len(items) - 1))
-                scores[task] = {"value": share, "stderr": stderr}
+                scores[task] = {"value": share, "stderr": math.sqrt(share * (1 - share) / max(1, len(items) - 1))}
             point = {"step": step, "scores": scores, "worse": self.regressed(right), "right": right, "tasks": metrics}
             self.points.append(point)
             if not point["worse"] and self.settings.on_regression != "log":

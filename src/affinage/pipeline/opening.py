@@ -206,18 +206,15 @@ def _trained_adapters(
 
 def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
     """The parameters of a checkpoint, by default the last or newest one, or the average of several in float32."""
-    folder = models.checkpoints_of(training, step)
-    store = CheckpointStore(folder)
-    if step == "ema":
-        return store.restore(None, {"ema_params": abstract})["ema_params"]
-    if not isinstance(step, str):
-        if step is None and folder.name != KEPT and read_manifest(training) is not None:
-            step = read_json(training / "summary.json").get("steps")
-        return store.restore(step, {"params": abstract})["params"]
-    steps, wanted = models.averaged_steps(step, store.steps()), int(step.partition(":")[2])
-    if len(steps) < wanted:
-        fix = "Average fewer, or have a training keep more: runtime.checkpoint.keep_last."
-        raise UserError(f"there are {len(steps)} checkpoints, not {wanted}", where=str(folder), fix=fix)
+    folder, name = models.checkpoints_of(training, step), "ema_params" if step == "ema" else "params"
+    if step is None and folder.name != KEPT and read_manifest(training) is not None:
+        step = read_json(training / "summary.json").get("steps")
+    store, steps = CheckpointStore(folder), models.steps_of(training, step)
+    if step == "ema" and not any(path.startswith(name) for path in store.metadata(steps[0]).checksums):
+        fix = "Give one to a training, `ema: {decay: 0.999}`, or average its checkpoints: MODEL@mean:3."
+        raise UserError("this training has no moving average", where=str(folder), fix=fix)
+    if len(steps) == 1:
+        return store.restore(steps[0] if isinstance(step, int) else None, {name: abstract})[name]
     in_float32 = {"params": jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), abstract)}
     total = store.restore(steps[0], in_float32)["params"]
     for each in steps[1:]:

@@ -121,8 +121,7 @@ class PipelineRunner:
             request = Request(step.name, step.version, step.config, inputs, self._sources[step.name])
             forced = "forced" if step.name in self._force else ""
             forced = forced or next((f"forced by {name}" for name in step.inputs if planned[name].forced), "")
-            reason = forced or self._reason(step, request, before)
-            planned[step.name] = PlannedStep(step, request, reason)
+            planned[step.name] = PlannedStep(step, request, forced or self._reason(step, request, before))
         return list(planned.values())
 
     def _reason(self, step: Step, request: Request, before: Request | None) -> str:

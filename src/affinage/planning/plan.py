@@ -11,8 +11,9 @@ import jax
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Claims, Recipe
 from affinage.config.training import DpoSettings, ParallelSettings, TrainSettings
+from affinage.durations import duration
 from affinage.errors import UserError
-from affinage.hardware.chips import COMPARED, Slice, find_slice, memory_text, slice_of
+from affinage.hardware.chips import COMPARED, GiB, Slice, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
 from affinage.model.graph import parameters, preference_graph
 from affinage.planning.estimate import Memory, StepTime, step_memory, step_time
@@ -22,10 +23,16 @@ from affinage.training.state import split_params
 
 Training = Literal["pretrain", "sft", "dpo"]
 NEARLY_FULL = 0.9
+REMEMBERED = " (remembered in 2025; set hardware.price)"
+FITTING = "find settings that fit with --search, or a slice with --which"
 _ANSWER = 128  # tokens of a prompt with an answer, before anybody has counted them
 _HOUR = 3600
 _DAY = 24 * _HOUR
 COMPUTE_OPTIMAL = 20  # tokens a parameter (Hoffmann et al., 2022)
+# Tokens of a step that learn best grow as D^0.383 with the tokens in all (Bergsma et al., "Power Lines", 2025). The
+# point is nanochat's: 2^19 were measured to be best for its 12 layers, which read 1.3e9.
+_BEST_STEP, _BEST_FOR, _GROWTH = 2**19, 1.3e9, 0.383
+_TOO_LARGE, _TOO_SMALL = 8, 1 / 16  # times that; twice the critical batch of Bergsma et al., and what GPT-2 stays above
 _CLOSE = 0.015  # relative difference that rounding explains
 _ROUGHLY = 0.1  # the same for what is computed by rules of thumb
 _WORTH_A_HINT = 0.03  # share of a step
@@ -82,12 +89,48 @@ class Plan:
     save_bytes: int  # of one checkpoint of the training
 
     @property
+    def misfit(self) -> str | None:
+        """That the estimate exceeds the capacity, by how much, and what to do; None if it fits."""
+        excess = memory_text(self.memory.total - self.capacity)
+        return None if self.fits else f"does not fit: {excess} too much; {FITTING}"
+
+    @property
+    def mesh(self) -> str:
+        """The axes of more than one device, in words; "" for one device."""
+        return ", ".join(f"{axis} {size}" for axis, size in self.device.sizes.items() if size > 1)
+
+    @property
+    def outcome(self) -> str:
+        """Speed, time and cost in one line."""
+        mfu = "" if self.mfu is None else f", an MFU of {self.mfu:.0%}"
+        source = "" if self.price == self.recipe.hardware.price else REMEMBERED
+        cost = "" if self.cost is None else f", ${self.cost:,.0f} at ${self.price:,.2f} per chip and hour{source}"
+        return f"{self.tokens_per_second:,.0f} tokens/s{mfu}; {duration(self.seconds)} in total{cost}"
+
+    def row(self) -> dict[str, Any]:
+        """What a table of plans has of one; JSON-able."""
+        row: dict[str, Any] = {"slice": self.where.name, "chips": self.where.chips, "mesh": self.mesh}
+        row |= {"fits": "nearly" if self.nearly_full else "yes" if self.fits else "no"}
+        row |= {"memory_gib": self.memory.total / GiB, "of_gib": self.capacity / GiB, "step_time": self.time.seconds}
+        row |= {"tokens_per_second": round(self.tokens_per_second), "mfu": self.mfu and round(self.mfu, 2)}
+        row |= {"hours": self.seconds / _HOUR, "price_per_chip_hour": self.price, "cost": self.cost}
+        return row | {"cost_per_billion_tokens": self.cost_per_billion, "bound_by": self.time.bound}
+
+    def brief(self) -> dict[str, Any]:
+        """The columns of `row` that fit a terminal beside each other, without speed and cost of what does not fit."""
+        row = self.row() | {"GiB": round(self.memory.total / GiB, 1), "tokens": _count(self.facts.tokens)}
+        row["mesh"] = self.mesh or "–"
+        named = {"hours": "hours", "price": "price_per_chip_hour", "cost": "cost", "per 1B": "cost_per_billion_tokens"}
+        made = {"tokens/s": _count(self.tokens_per_second)} | {name: row[key] for name, key in named.items()}
+        made |= {} if self.fits else dict.fromkeys({*made} - {"price"})
+        return {name: row[name] for name in ("slice", "mesh", "fits", "GiB", "tokens")} | made
+
+    @property
     def warnings(self) -> Iterator[str]:
         """What may go wrong, or could go better, one line each."""
         device, time, unit = self.device, self.time, self.device.matrix_unit
-        if not self.fits:
-            excess = memory_text(self.memory.total - self.capacity)
-            yield f"does not fit: {excess} too much; find settings that fit with --search"
+        if self.misfit:
+            yield self.misfit
         elif self.nearly_full:
             yield "nearly full: check with the compiler whether it fits, with --compile"
         each, own = getattr(self.recipe, self.section).per_device_batch_size, _own_slice(self.recipe)
@@ -123,11 +166,22 @@ class Plan:
             if lost > _WORTH_A_HINT:
                 what = f"a vocabulary of {vocab:,} does not divide by {unit}, the matrix unit"
                 yield f"{what}: {lost:.0%} of the logits' products are lost"
+        yield from self._for_learning()
         growing = sum(node.compute + node.memory for node in time.nodes)
         fixed = 1 - growing / time.seconds
         if fixed > _SMALL_BATCH and device.stages == 1:
             gain = 2 * time.seconds / (time.seconds + growing) - 1
             yield f"small batch: {fixed:.0%} of a step is its fixed cost; twice the rows give {gain:.0%} more tokens/s"
+
+    def _for_learning(self) -> Iterator[str]:
+        """Whether a step of a pretraining that reads as much has far more or fewer tokens elsewhere."""
+        tokens, step = self.facts.tokens, self.facts.rows * self.facts.context
+        best = _BEST_STEP * (tokens / _BEST_FOR) ** _GROWTH
+        usual = f"{_count(step)} tokens a step; about {_count(float(f'{best:.2g}'))} learn best from {_count(tokens)}"
+        if self.section == "pretrain" and step > _TOO_LARGE * best:
+            yield f"large batch: {usual} (Bergsma et al., 2025): more steps of fewer rows reach a lower loss"
+        elif self.section == "pretrain" and step < _TOO_SMALL * best and tokens > _BEST_FOR:
+            yield f"few tokens: {usual} (Bergsma et al., 2025): more rows in fewer steps may learn as much"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -258,6 +312,12 @@ def default_slice(recipe: Recipe) -> Slice:
     except UserError as error:
         error.where = "hardware.slice" if recipe.hardware.slice else "claims.slice"
         raise
+
+
+def heading(recipe: Recipe, where: Slice) -> str:
+    """What is planned, and for what; of this machine's processor, how to plan for another."""
+    processor = ", this machine (for another: --on SLICE, such as h100x8)" if where.platform == "cpu" else ""
+    return f"{recipe.name} on {where.name}{processor}"
 
 
 def compare(recipe: Recipe, graph: Graph) -> tuple[list[Plan], list[tuple[Slice, UserError]]]:
