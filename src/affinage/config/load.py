@@ -47,6 +47,7 @@ class LoadedRecipe(Layers):
     recipe: Recipe
     path: Path
     command: str = ""  # runs it again
+    runs: Path = Path("runs")  # the folder of the runs that it may name
 
     def beside(self, path: str, key: Sequence[str | int]) -> Path:
         """Resolve a path that stands under `key`: relative to the file it is written in, the recipe, or the process."""

@@ -32,9 +32,8 @@ def explain(error: ValidationError, model: type[Settings], raw: Any, locate: Cal
         (what, fix), where = _sentence(path, group, model), locate(path)
         # What `training` gives for several trainings is one mistake.
         mistakes.setdefault((where, path[-1:], group[0]["type"]), UserError(what, where=where, fix=fix))
-    if len(mistakes) == 1:
-        return next(iter(mistakes.values()))
-    return UserError(f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(map(str, mistakes.values())))
+    every = f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(map(str, mistakes.values()))
+    return UserError(every) if len(mistakes) > 1 else next(iter(mistakes.values()))
 
 
 def written_path(loc: Sequence[str | int], raw: Any) -> Path:
