@@ -220,7 +220,7 @@ def state_of(target: Target, runs: Path) -> dict[str, Any]:
     if request is None or model.kind == "hub":
         return {}
     name = folder.name if model.run is None else f"{model.run.name}/{request.step}"
-    reached = steps_of(folder, step)[-1]
+    reached = steps_of(folder, step, model.name)[-1]
     steps = (read_json(folder / "summary.json") or read_json(folder / FEED)).get("steps") or reached
     return {"model": f"{name}@{step}" if isinstance(step, str) else name, "step": reached, "steps": steps}
 
@@ -236,7 +236,7 @@ def results_folder(target: Target, runs: Path) -> Path:
         from affinage.checkpoint import CheckpointStore
 
         store = CheckpointStore(checkpoints_of(folder, step))
-        parts = [[str(each), store.metadata(each).fingerprint] for each in steps_of(folder, step)]
+        parts = [[str(each), store.metadata(each).fingerprint] for each in steps_of(folder, step, model.name)]
         parts += [[str(step), hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()]]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return runs / "evaluations" / f"{folder.name}-{digest[:12]}"
@@ -262,7 +262,7 @@ def checkpoints_of(training: Path, step: Checkpoint | None = None) -> Path:
     return kept if step is None and kept.is_dir() else training / "checkpoints"
 
 
-def steps_of(training: Path, step: Checkpoint | None) -> list[int]:
+def steps_of(training: Path, step: Checkpoint | None, name: str = "") -> list[int]:
     """The complete checkpoints of a name: one, by default the newest, or the last K of `mean:K`; UserError if fewer."""
     folder, counted = checkpoints_of(training, step), str(step).partition("mean:")[2]
     there = sorted(int(mark.parent.name) for mark in folder.glob("*/commit_success.txt"))
@@ -272,7 +272,7 @@ def steps_of(training: Path, step: Checkpoint | None) -> list[int]:
         what = "there is no complete checkpoint" if count == 1 else f"there are fewer than {count} complete checkpoints"
         what += f" of step {step}" if isinstance(step, int) else ""
         fix = f"There are {', '.join(f'@{each}' for each in there)}; a training keeps those of `runtime.checkpoint`."
-        raise UserError(what, where=str(folder), fix=fix if there else "Train the model first.")
+        raise UserError(what, where=name or str(folder), fix=fix if there else "Train the model first.")
     return steps
 
 
