@@ -78,7 +78,10 @@ MISTAKES = [
     ("peak_lr: 1e-3", "peak_lr: 1e-5", 12, "pretrain.schedule | min_lr 0.0001 | peak_lr 1e-05"),
     ("peak_lr: 1e-3", "peak_lr: true", 13, "peak_lr | `true` | a number"),
     ("steps: 1_000", "steps: 1_000\n  monitor: {on_regression: stop}", 9, "pretrain | monitor.on_regression | `log`"),
-    ("steps: 1_000", "steps:", 10, "`pretrain.steps` is empty | Leave it out"),
+    ("steps: 1_000", "steps:", 10, "`pretrain.steps` is empty | no default"),
+    ("steps: 1_000", "tokens: 2M", 10, "`2M` | Write 2e6"),
+    ("dedup: {threshold: 0.9}", "filters:", 8, "Leave it out | min_alnum_ratio: 0"),
+    ("dedup: {threshold: 0.9}", "languages: en, fr", 8, "`data.languages` | Write [en, fr]"),
     ("{kind: embedding", "&a {kind: embedding", 5, "anchors"),
     (ONE, ONE + "mesh: {data:1}\n", 2, "`data:1` | space"),  # which makes a key that null would remove
 ]

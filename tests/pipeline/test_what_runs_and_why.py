@@ -258,6 +258,7 @@ WATCHED = f"{{sources: [chat.jsonl], {HOW}, monitor: {{every_steps: 5, %s}}}}"
         ("data.languages=[en, french]", "ISO 639-1"),
         ("data.languages=[en, xx]", "ISO 639-1"),
         ("data.sources=[{path: texts, language: en-US}]", "ISO 639-1"),
+        ("data.dedup.against=nowhere", "'nowhere'"),
         ("data.decontaminate.benchmark_files=[none.yaml]", "`none.yaml`"),
         ("data.decontaminate.benchmark_files=[exam.pdf]", ".jsonl"),
         ("evaluate.tasks=[none.yaml]", "`none.yaml`"),

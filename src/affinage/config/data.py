@@ -114,8 +114,7 @@ class SourceSettings(PlaceSettings):
 
 @functools.cache
 def _presets() -> dict[str, dict[str, str]]:
-    file = Path(__file__).with_name("presets.yaml")
-    return dict(parse(file.read_bytes(), file.name)[0])
+    return dict(parse(Path(__file__).with_name("presets.yaml").read_bytes(), "presets.yaml")[0])
 
 
 def path_from_string(value: Any) -> Any:
@@ -206,6 +205,7 @@ class DataSettings(ReadingSettings):
     languages: tuple[Language, ...] = ("en", "fr")
     """ISO 639-1 codes; documents in other languages are removed. []: all stay."""
     filters: FilterSettings = FilterSettings()
+    """{min_characters: 1, min_alnum_ratio: 0, language_threshold: 0} keeps all text up to `max_characters`."""
     dedup: DedupSettings | None = DedupSettings()
     """null: keep duplicates."""
     decontaminate: DecontaminateSettings | None = DecontaminateSettings()

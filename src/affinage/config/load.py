@@ -47,6 +47,7 @@ class LoadedRecipe(Layers):
     recipe: Recipe
     path: Path
     command: str = ""  # runs it again
+    runs: Path = Path("runs")  # the folder of the runs that it may name
 
     def beside(self, path: str, key: Sequence[str | int]) -> Path:
         """Resolve a path that stands under `key`: relative to the file it is written in, the recipe, or the process."""
@@ -88,8 +89,7 @@ def load_recipe(
     command = shlex.join(["affinage", "run", name, *(word for override in overrides for word in ("--set", override))])
     while True:
         try:
-            recipe = Recipe.model_validate(layers.raw)
-            return LoadedRecipe(**vars(layers), recipe=recipe, path=path, command=command)
+            return LoadedRecipe(**vars(layers), recipe=Recipe.model_validate(layers.raw), path=path, command=command)
         except ValidationError as error:
             mistakes = error.errors()
             first = next((each for each in mistakes if each["type"] == "extra_forbidden"), mistakes[0])

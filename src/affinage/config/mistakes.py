@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from affinage.config.settings import Settings, classes_in
-from affinage.config.yaml import Path, brief
+from affinage.config.yaml import Path, as_yaml, brief
 from affinage.errors import UserError, did_you_mean, meant
+
+_EXPONENTS = {"k": 3, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12, "%": -2}  # of 2M and 70%
 
 
 def explain(error: ValidationError, model: type[Settings], raw: Any, locate: Callable[[Path], str]) -> UserError:
@@ -27,13 +29,11 @@ def explain(error: ValidationError, model: type[Settings], raw: Any, locate: Cal
         inside = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
         if inside and not any(details["type"] in ("value_error", "extra_forbidden") for details in group):
             continue
-        what, fix = _sentence(path, group, model)
-        where = locate(path)
+        (what, fix), where = _sentence(path, group, model), locate(path)
         # What `training` gives for several trainings is one mistake.
         mistakes.setdefault((where, path[-1:], group[0]["type"]), UserError(what, where=where, fix=fix))
-    if len(mistakes) == 1:
-        return next(iter(mistakes.values()))
-    return UserError(f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(map(str, mistakes.values())))
+    every = f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(map(str, mistakes.values()))
+    return UserError(every) if len(mistakes) > 1 else next(iter(mistakes.values()))
 
 
 def written_path(loc: Sequence[str | int], raw: Any) -> Path:
@@ -58,30 +58,36 @@ def settings_at(model: type[Settings], path: Path) -> list[type[Settings]]:
 
 def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings]) -> tuple[str, str]:
     """Return what is wrong at one place, and what to do about it."""
-    dotted, details = ".".join(map(str, path)) or "the recipe", group[0]
+    dotted = ".".join(map(str, path)) or "the recipe"
+    details = next((each for each in group if each["type"] == "value_error"), group[0])
     kind, value = details["type"], details["input"]
     if kind == "missing":
         return f"`{dotted}` is missing", f"Add `{path[-1]}:`."
-    contexts = [each.get("ctx", {}) for each in group]
-    listed = [str(context.get("expected") or context.get("expected_tags") or "") for context in contexts]
-    words = [word.strip(" '\"") for word in re.split(r",| or ", ",".join(listed)) if word]  # in place of the value
+    if kind == "value_error":
+        return f"`{dotted}`: {details['ctx']['error']}", ""
+    expected = [str(each.get("ctx", {}).get(key, "")) for each in group for key in ("expected", "expected_tags")]
+    words = [word.strip(" '\"") for word in re.split(r",| or ", ",".join(expected)) if word]  # in place of the value
     settings = settings_at(model, path[:-1] if kind == "extra_forbidden" else path)
     known = words or list(dict.fromkeys(name for each in settings for name in each.model_fields))
+    there = f"Settings here: {', '.join(known) or 'none'}."
     if kind == "extra_forbidden" or details["loc"][-1:] == ("[key]",):
         nearest = difflib.get_close_matches(str(path[-1]), known, n=1)
         fix = meant(".".join(map(str, (*path[:-1], name))) for name in nearest)
-        return f"`{dotted}` is not a setting", fix or f"Settings here: {', '.join(known)}."
-    if kind == "value_error":
-        return f"`{dotted}`: {details['ctx']['error']}", ""
+        return f"`{dotted}` is not a setting", fix or there
     wanted = ", or ".join(dict.fromkeys(each["msg"].partition(", unable")[0] for each in group))
     wanted = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", wanted)
     wanted = wanted.replace("a valid tuple", "a list").replace("Tuple should", "it should")
     must = f", and must be {wanted.replace('Input should be ', '')}" if wanted.startswith("Input") else f": {wanted}"
-    if value is None:
-        return f"`{dotted}` is empty{must}", 'Leave it out for the default; an empty text is `""`.'
-    shown = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list | tuple) else ""
-    what = f"`{dotted}` is {shown or f'`{brief(value)}`'}{must}"
     around = [(each, str(key)) for place, key in enumerate(path) for each in settings_at(model, path[:place])]
     fields = [each.model_fields[key] for each, key in around if key in each.model_fields]
-    meaning = " ".join((fields[-1].description or "").split()) if fields else ""
-    return what, did_you_mean(str(value), words) or (f"Settings here: {', '.join(known)}." if settings else meaning)
+    meaning = " ".join(((fields[-1].description if fields else "") or (settings and there) or "").split())
+    if value is None:
+        is_required = bool(fields) and fields[-1].is_required()
+        fix = "It has no default." if is_required else 'Leave it out for the default; an empty text is `""`.'
+        return f"`{dotted}` is empty{must}", f"{fix} {meaning}".strip()
+    shown, word = "a mapping" if isinstance(value, dict) else "a list" * isinstance(value, list | tuple), str(value)
+    number = re.fullmatch(r"([\d.]+) ?([kKMBGT%])", word) if "a valid" in must else None
+    listed = as_yaml(re.split(", *", word)) if "be a list" in must and word[:1].isalpha() else ""
+    example = f"{number[1]}e{_EXPONENTS[number[2]]}" if number else listed
+    fix = (f"Write {example}. " if example else "") + (there if settings else meaning)
+    return f"`{dotted}` is {shown or f'`{brief(value)}`'}{must}", did_you_mean(word, words) or fix

@@ -68,7 +68,6 @@ class CheckpointSettings(Settings):
 
 
 def _trackers_by_name(value: Any) -> Any:
-    """`[tensorboard, wandb]` is short for both with their defaults."""
     is_short = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
     return {name: {} for name in value} if is_short else value
 

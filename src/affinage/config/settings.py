@@ -8,6 +8,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, fie
 from pydantic_core import PydanticCustomError
 
 Bytes = Annotated[ByteSize, Field(gt=0)]  # a number of bytes: 5000, or "5kB", "40MB", "1.5GiB"
+_MARKS = {Annotated: "", tuple: "[]", list: "[]", dict: ".*"}
 
 
 class Settings(BaseModel):
@@ -37,12 +38,8 @@ def _members(annotation: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     if origin in (Union, types.UnionType):
         for member in inner:
             yield from _members(member, place)
-    elif origin is Annotated:
-        yield from _members(inner[0], place)
-    elif origin in (tuple, list):
-        yield from _members(inner[0], f"{place}[]")
-    elif origin is dict:
-        yield from _members(inner[1], f"{place}.*")
+    elif origin in _MARKS:
+        yield from _members(inner[origin is dict], place + _MARKS[origin])
     else:
         yield place, annotation
 

@@ -256,8 +256,7 @@ class PretrainSettings(TrainSettings):
         if self.monitor is not None and self.monitor.on_regression != "log":
             raise ValueError("`monitor.on_regression` of pretraining can only be `log`: no benchmark ends it")
         if self.tokens is not None:  # the recipe has turned them into steps where it could
-            what = "give either `steps` or `tokens`, and beside `tokens` a `batch_size`"
-            raise ValueError(f"{what}: steps of a `per_device_batch_size` depend on the devices")
+            raise ValueError("give either `steps` or `tokens`, and `tokens` only with a `batch_size` of all devices")
         return self
 
 

@@ -72,10 +72,10 @@ def _data_steps(recipe: Recipe, initial: Path | None, begun: dict[str, str]) -> 
     last = ("filter",)
     if data.dedup is not None:
         against = data.dedup.against  # a run is known by its name, a folder by its documents
-        is_folder = bool(against) and os.path.isdir(os.path.expanduser(against))
+        is_folder, work = os.path.isdir(os.path.expanduser(against)), _of_data("dedup_step", settings=data.dedup)
         files: tuple[str, ...] = (str(released_folder(against, Path("runs"))),) if is_folder else ()
-        work = _of_data("dedup_step", settings=data.dedup)
-        yield step("dedup", work, {"data": _part(data, "dedup")}, last, version=5, files=files)
+        found = (lambda loaded: released_folder(against, loaded.runs)) if against else None
+        yield step("dedup", work, {"data": _part(data, "dedup")}, last, version=5, files=files, check=found)
         last = ("dedup",)
     config, files = _searched(recipe)
     if config:

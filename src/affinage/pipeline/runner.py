@@ -85,7 +85,7 @@ class PipelineRunner:
         until: Sequence[str] = (),
         force: Sequence[str] = (),
     ) -> None:
-        self.loaded, self.runs, self.store = loaded, runs, Store(runs / "store")
+        self.loaded, self.runs, self.store = replace(loaded, runs=runs), runs, Store(runs / "store")
         self.folder = runs / loaded.recipe.name
         if self.folder == self.store.folder:
             where, fix = loaded.locate(("name",)), "Give the recipe another name."
@@ -146,7 +146,8 @@ class PipelineRunner:
         """Raise UserError for what is known to fail in a step that must run, before the first of them runs."""
         for each in planned:
             if not each.complete and each.step.check is not None:
-                each.step.check(self.loaded)
+                with located(self.loaded, each.name):
+                    each.step.check(self.loaded)
 
     def run(self, listener: ProgressListener) -> dict[str, float]:
         """Run what is not complete, while the other processes of a run call `follow`. Returns the seconds of each step.

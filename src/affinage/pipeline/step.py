@@ -75,7 +75,7 @@ class Step:
     version: int = 1
     files: tuple[str, ...] = ()  # paths, folders, globs and URLs of the user's; a plan takes their fingerprints
     sources: dict[str, str] = field(default_factory=dict)  # what else it reads -> fingerprint
-    check: Callable[[LoadedRecipe], None] | None = None  # raises UserError for what would fail, before any step runs
+    check: Callable[[LoadedRecipe], object] | None = None  # raises UserError for what would fail, before any step runs
     artifact: str = ""  # a file of the result that the run's folder links to
     distributed: bool = False  # all processes of a run compute it together; other steps run in the first one alone
     has_progress: bool = False  # shows its own progress on a terminal, as a training does

@@ -92,19 +92,11 @@ def tuning_data(context: StepContext, section: str) -> Summary:
     recipe, tuning = context.recipe, getattr(context.recipe, section)
     settings = recipe.data.decontaminate if recipe.data is not None else None
     items, path = _benchmark_items(recipe, settings) if settings else [], context.folder / "benchmark-items.json"
-    searched = settings is not None and items and write_items(path, items, settings)
-    summary = _pooled(
-        context,
-        prepare_tuning_data,
-        tuning,
-        chat_tokenizer(context),
-        context.folder,
-        seq_len=tuning.seq_len or recipe.packing.seq_len,
-        seed=recipe.seed,
-        system_prompt=recipe.chat_system_prompt if section == "dpo" else tuning.system_prompt,
-        world_folder=context.inputs.get("synthesize"),
-        searched=searched or None,
-    )
+    searched = write_items(path, items, settings) if settings is not None and items else None
+    how: dict[str, Any] = {"seq_len": tuning.seq_len or recipe.packing.seq_len, "seed": recipe.seed}
+    how["system_prompt"] = recipe.chat_system_prompt if section == "dpo" else tuning.system_prompt
+    how |= {"world_folder": context.inputs.get("synthesize"), "searched": searched}
+    summary = _pooled(context, prepare_tuning_data, tuning, chat_tokenizer(context), context.folder, **how)
     path.unlink(missing_ok=True)
     if counts := [f"{summary[key]:,} {key.replace('_', ' ')}" for key in _COUNTS if summary.get(key)]:
         things = "pairs" if section == "dpo" else "conversations"
