@@ -46,7 +46,7 @@ class Watch(ProgressListener):
 
     def on_end(self, planned: PlannedStep, result: results.Result, seconds: float) -> None:
         """A step is complete."""
-        which = "; see affinage data stats RUN" if planned.name == "ingest" and getattr(result, "reasons", 0) else ""
+        which = "; see affinage data stats RUN" if planned.name == "ingest" and getattr(result, "reasons", None) else ""
         write(f"{planned.name:<{_NAME}}{', '.join(headline(result)) or 'done'}{which}  {duration(seconds)}")
 
 
