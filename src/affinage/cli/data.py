@@ -118,7 +118,7 @@ def head(
 
 @data.command()
 def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
-    """Count what each data step kept and removed, and the tokens of each source and language.
+    """Count what each data step kept and removed, with examples, and the tokens of each source and language.
 
     Example: affinage data stats quickstart
     """
@@ -130,7 +130,9 @@ def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
     steps = {name: result.model_dump(include=counts) for name, result in results.items() if result}
     packed = read_result(folder / "tokenize", SequencesResult)
     parts = packed.model_dump(include={"groups", "validation"}) if packed else {}
-    emit({"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}, as_json)
+    facts = {"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}
+    removed = [{"step": name, **each} for name, result in results.items() if result for each in result.examples]
+    emit(facts | {"removed, for example": removed}, as_json)
 
 
 def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:
