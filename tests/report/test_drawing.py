@@ -70,6 +70,7 @@ def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
         ("short", 39.3e9, "39.3B", "39,3 Md"),
         ("bytes", 3_050_000, "3.05 MB", "3,05 Mo"),
         ("flops", 1.4e20, "140 EFLOP", "140 EFLOP"),
+        ("duration", 0.0008, "0.8 ms", "0,8 ms"),
         ("duration", 3599.9, "1 h 00 min", "1 h 00 min"),
         ("duration", 21 * 86400 + 7200, "21 d 2 h", "21 j 2 h"),
         ("percent", 0.971, "97.1%", "97,1 %"),
@@ -96,10 +97,8 @@ def catalogue(context: str | None) -> dict[str, str]:
     """The French messages of the report."""
     with (PACKAGE / "locale" / "fr.po").open("rb") as file:
         found = [one for one in read_po(file) if one.id and one.context == context]
-    # Of a message with a plural, that; its English is the same for one and many.
-    return {
-        one.id[0] if one.pluralizable else one.id: one.string[1] if one.pluralizable else one.string for one in found
-    }
+    pairs = [(one.id, one.string) if isinstance(one.id, str) else (one.id[0], one.string[-1]) for one in found]
+    return {str(english): str(french) for english, french in pairs}  # of one with a plural, that
 
 
 def extracted() -> set[str]:
@@ -135,13 +134,9 @@ def test_every_message_and_reason_has_its_french_with_the_same_blanks_and_no_fre
     reasons = {"no text key", "too large", readers.UNKNOWN_KIND, "empty", "not UTF-8", "not JSON", "in a benchmark"}
     assert not reasons - set(catalogue("reason"))
     assert FR.reason("too short") == "trop court"
-    assert (
-        FR.reason("whatever a plug-in writes") == FR.detail("whatever a plug-in writes") == "whatever a plug-in writes"
-    )
-    assert [plain(FR("{count} removed: why, with examples", n, count=n))[:9] for n in (1, 2)] == [
-        "1 retiré ",
-        "2 retirés",
-    ]
+    assert FR.reason(plug := "whatever a plug-in writes") == FR.detail(plug) == plug
+    one, two = (FR("{count} removed: why, with examples", count, count=count) for count in (1, 2))
+    assert plain(one).startswith("1 retiré :") and plain(two).startswith("2 retirés :")
     for detail, expected in (("Jaccard 0.853 to a-1.5 of b", "Jaccard 0,853 avec a-1.5 de b"), ("en 1.00", "en 1,00")):
         assert (FR.detail(detail), EN.detail(detail)) == (expected, detail)
     steps = "".join(file.read_text() for file in Path(readers.__file__).parent.glob("*.py"))

@@ -343,7 +343,7 @@ def initial_folder(loaded: LoadedRecipe) -> Path | None:
 
 def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:
     """The Jinja template of the recipe's conversations, with the tokenizer in a folder; None for ChatML."""
-    chosen, fix = loaded.recipe.chat_template, "Name a Jinja file, or write `chat_template: chatml`."
+    chosen, fix = loaded.recipe.chat_template, "Name a Jinja file, or `chatml` for a vocabulary with its tokens."
     if chosen == "chatml":
         return None
     where = loaded.locate(("chat_template",))
