@@ -257,6 +257,7 @@ WATCHED = f"{{sources: [chat.jsonl], {HOW}, monitor: {{every_steps: 5, %s}}}}"
     ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
     ("sft=" + WATCHED % "tasks: [none.yaml]", "`none.yaml`"),
     ("sft=" + WATCHED % "data_dir: .", ""),
+    ("sft=" + WATCHED.replace("{", "{mixture: {chats: 1}, ", 1) % "", "Did you mean `chat`"),
     ("dpo=" + WATCHED % "data_dir: nowhere", "nowhere"),
     ("pretrain.optimizer.name=adammm", "`adammm`"),
     ("pretrain.schedule.settings={share: 1}", "share"),
