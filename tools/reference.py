@@ -89,9 +89,9 @@ def _words(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo, is_section: bool) -> str:
-    value = field.get_default(call_default_factory=True, validated_data={})
-    if field.is_required():
-        return ""
+    if field.is_required() or field.default_factory_takes_validated_data:
+        return "" if field.is_required() else "follows from others"
+    value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined or isinstance(value, Settings):
         return "its own defaults"
     if value is None:

@@ -105,6 +105,12 @@ class DocumentsResult(Result):
         reasons = [each for each in self.removed.items() if each[1]]
         return sorted(reasons, key=lambda each: (-each[1], each[0]))
 
+    @property
+    def examples(self) -> list[dict[str, str]]:
+        """Some removed documents of each reason: where they stand, and what is wrong with them."""
+        rows = ((reason, each) for reason, samples in self.samples.items() for each in samples)
+        return [{"reason": reason, "id": each.id, "detail": each.detail} for reason, each in rows]
+
 
 class TokenizerResult(Result):
     """A tokenizer: the size of its vocabulary and its fertility."""

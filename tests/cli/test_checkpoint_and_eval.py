@@ -60,14 +60,14 @@ def test_tasks_that_are_left_out_items_that_are_cut_and_items_in_the_text_are_in
 
     def told(model: str, *words: object) -> str:
         status, out, said = affinage("eval", model, "--tasks", ",".join(map(str, words[:2])), *map(str, words[2:]))
-        assert status == 0, said
+        assert status == 0 and "\nresults  runs/evaluations/" in out, said
         return " ".join(out.split())
 
     assert "for chat models only: talk" in (base := told("tiny/pretrain", plain, talk)) and "items chat" not in base
     assert "items chat" in (chat := told("tiny", plain, talk)) and "talk" in chat and "left out" not in chat
     cut = told("tiny/pretrain", task, "piqa", "--data-dir", piqa)
     assert "items cut" in cut and re.search("task acc [^ ]+ [^ ]+ [^ ]+ 3 2 ", cut), "2 of 3 are longer than 64 tokens"
-    assert "task 3 1 acc" in cut and "without them" in cut
+    assert "task 3 1 acc" in cut and "without them" in cut and "--tasks julian" in told("tiny/pretrain", talk)
 
 
 def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):

@@ -3,12 +3,15 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
 from affinage.cli import app
+from affinage.cli.watch import Watch
+from affinage.results import DocumentsResult
 from tiny_run import WORDS, copied
 
 
@@ -49,7 +52,7 @@ JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
     (["data", "search", "tiny", "the", "--limit", "2"], lambda told: len(told["documents"]) == 2),
     (["data", "head", "tiny", "--limit", "1"], lambda told: told[0]["source"] == "pocket-world"),
     (["data", "head", "tiny/filter"], lambda told: len(told) > 0),
-    (["data", "stats", "tiny"], lambda told: told["steps"]["filter"]["documents_out"] < 422),
+    (["data", "stats", "tiny"], lambda told: told["removed, for example"][0]["id"].startswith("foreign-")),
     (["checkpoint", "ls", "tiny/pretrain"], lambda told: [each["step"] for each in told] == [18, 20]),
     (["checkpoint", "show", "tiny@4"], lambda told: told["step"] == 4 and told["arrays"]["step"] == "int32 []"),
     (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4"], lambda told: len(told["arrays"]["different"]) > 0),
@@ -75,3 +78,10 @@ def test_json_is_one_document_on_standard_output(words: list[str], tells, here: 
     status, out, said = affinage(*words, "--json")
     assert status == 0, said
     assert tells(json.loads(out)) and "\x1b" not in out + said
+
+
+def test_the_line_of_a_step_names_a_last_reason_and_the_verb_that_shows_which(capsys: pytest.CaptureFixture[str]):
+    for letters, end in (("abcd", "2 c, 1 d; see affinage data stats RUN"), ("abcde", "3 c and 2 more; see")):
+        result = DocumentsResult(removed={letter: len(letters) - n for n, letter in enumerate(letters)})
+        Watch().on_end(SimpleNamespace(name="ingest"), result, 1.0)
+        assert end in capsys.readouterr().out

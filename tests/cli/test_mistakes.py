@@ -113,16 +113,12 @@ def test_debug_shows_where_it_came_from_and_no_library_logs_its_error_beside_the
     assert not logging.getLogger("gcsfs").isEnabledFor(logging.ERROR)
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "held", "not_held"),
-    [
-        (Preempted("SIGTERM at step 3"), 75, "SIGTERM at step 3", "Traceback"),
-        (KeyboardInterrupt(), 130, "", "Traceback"),
-        (ModuleNotFoundError("no", name="affinage.nothing"), 1, "Traceback", "pip install"),  # a defect of ours
-        (RuntimeError("refused: a-token-of-somebody"), 1, "RuntimeError: refused: ***", "of-somebody"),
-    ],
-    ids=lambda each: type(each).__name__ if isinstance(each, BaseException) else "",
-)
+@pytest.mark.parametrize(("error", "status", "held", "not_held"), [
+    (Preempted("SIGTERM at step 3"), 75, "SIGTERM at step 3", "Traceback"),
+    (KeyboardInterrupt(), 130, "", "Traceback"),
+    (ModuleNotFoundError("no", name="affinage.nothing"), 1, "Traceback", "pip install"),  # a defect of ours
+    (RuntimeError("refused: a-token-of-somebody"), 1, "RuntimeError: refused: ***", "of-somebody"),
+], ids=lambda each: type(each).__name__ if isinstance(each, BaseException) else "")  # fmt: skip
 def test_each_ending_has_its_status(error, status, held, not_held, affinage, monkeypatch):
     def opened(*_: object, **__: object) -> None:
         raise error

@@ -42,6 +42,9 @@ def test_weights_are_read_into_the_parts_of_a_mesh_and_say_the_same(folder: Path
     assert [status for status, _, _ in said] == [0, 0] and said[0][1] == said[1][1]
     told = [json.loads(line) for line in said[0][1].splitlines()]
     assert [one["prompt"] for one in told] == PROMPTS and {one["finish_reason"] for one in told} <= {"length", "eos"}
+    assert "the context of 40" in affinage("generate", name, "x", "--max-model-len", "40")[2]
+    with pytest.warns(UserWarning, match="the context of 40"):
+        affinage("chat", name, "x", "--max-model-len", "40")
 
 
 @pytest.mark.parametrize(

@@ -163,9 +163,7 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     assert loaded.locate(("data", "sources", 1, "path")) == "--set data.sources"
     merged = load_recipe(path, ["pretrain={steps: 5, schedule: {peak_lr: 2.0e-3}}"])
     assert (merged.recipe.pretrain.batch_size, merged.recipe.pretrain.schedule.min_lr) == (8, 1e-4), "mappings merge"
-    assert (
-        merged.locate(("pretrain", "schedule", "peak_lr")) == merged.locate(("pretrain", "steps")) == "--set pretrain"
-    )
+    assert {merged.locate(("pretrain", *keys)) for keys in (["schedule", "peak_lr"], ["steps"])} == {"--set pretrain"}
     assert merged.locate(("pretrain", "schedule", "min_lr")) == "r.yaml:14"
 
 
@@ -282,15 +280,12 @@ def test_what_is_a_secret_is_masked_and_nothing_else(monkeypatch: pytest.MonkeyP
     assert masked("/home/ada/key.json is not there") == "/home/ada/key.json is not there"
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "data.sources=['https://b.org/f.parquet?token=0a1b']",
-        "data.sources=[{path: 'http://0a1b@127.0.0.1:8899/x.jsonl'}]",
-        "runtime.trackers.mlflow={uri: 'http://u:p0a1b@127.0.0.1:5000'}",
-        "description=hf_abcdefghijklmnopqrstuvwxyz",
-    ],
-)
+@pytest.mark.parametrize("override", [
+    "data.sources=['https://b.org/f.parquet?token=0a1b']",
+    "data.sources=[{path: 'http://0a1b@127.0.0.1:8899/x.jsonl'}]",
+    "runtime.trackers.mlflow={uri: 'http://u:p0a1b@127.0.0.1:5000'}",
+    "description=hf_abcdefghijklmnopqrstuvwxyz",
+])  # fmt: skip
 def test_a_recipe_with_a_secret_is_refused_without_repeating_it(override: str):
     mistake = refused(load_recipe, "quickstart", [override])
     message = str(mistake)
@@ -310,14 +305,11 @@ values = st.recursive(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("no", "no"), ("on", "on"), ("true", True), ("~", None), ("", None), ("1e-3", 1e-3), ("1.5e3", 1500.0),
-        ("010", 10), ("50_000", 50000), ("12:30", "12:30"), ("2026-01-02", "2026-01-02"), ("'1'", "1"), (".5", 0.5),
-        ("-.inf", float("-inf")), ("[a, 1]", ["a", 1]), ("1.", 1.0), ("1-2", "1-2"), ("_1", "_1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "value"), [
+    ("no", "no"), ("on", "on"), ("true", True), ("~", None), ("", None), ("1e-3", 1e-3), ("1.5e3", 1500.0),
+    ("010", 10), ("50_000", 50000), ("12:30", "12:30"), ("2026-01-02", "2026-01-02"), ("'1'", "1"), (".5", 0.5),
+    ("-.inf", float("-inf")), ("[a, 1]", ["a", 1]), ("1.", 1.0), ("1-2", "1-2"), ("_1", "_1"),
+])  # fmt: skip
 def test_words_and_numbers_are_what_a_person_means(text: str, value: object):
     assert parse(text, "t")[0] == value
 

@@ -35,13 +35,13 @@ def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained
     if tokenizer.kind == "bpe":
         assert tokenizer.decode(tokens, keep_special=True) == render(talk, system_prompt)
     said = [token for token, flag in zip(tokens, trained, strict=True) if flag]
-    answers = [m["content"] for m in talk if m["role"] == "assistant"]
-    assert said == [token for answer in answers for token in (*tokenizer.encode(answer), IM_END)]
+    assert said == [i for m in talk if m["role"] == "assistant" for i in (*tokenizer.encode(m["content"]), IM_END)]
     assert prompt == tokens[: len(prompt)] and trained[len(prompt) - 1 : len(prompt) + 1] == [False, True]
 
     exported = Tokenizer(tokenizer.folder, chat_template(system_prompt))  # an exported model has a template
     assert exported.template.render(talk) == render(talk, system_prompt)
     assert encode_conversation(talk, exported, "") == found and encode_prompt(talk[:-1], exported, "") == prompt
+    assert ".jinja" in refused(encode_prompt, talk, Tokenizer(ours("mistral").folder), "", match="lacks").fix
 
 
 # ---- what a chat template may do: see test_loss_mask for what is trained in it

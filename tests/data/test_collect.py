@@ -95,7 +95,7 @@ def test_what_a_record_says_of_itself_is_carried(tmp_path):
 
 def test_bad_records_are_counted_with_their_place(tmp_path):
     bad = dict.fromkeys([b'{"text": "broken', b"[" * 100_000, b"\0\0\0"], "not JSON")
-    bad |= {b'["a"]': "not a JSON object"}
+    bad |= {b'["a"]': "not a JSON object", b'{"text": "' + b"long " * 99 + b'", "x": oops}': "not JSON"}
     bad |= {b'{"body": "x"}': "no text key", b'{"\\ud83d": 1}': "no text key", b'{"text": 5}': "text is not a string"}
     bad |= {b'{"text": "  "}': "empty", b'{"text": "caf\xe9"}': "not UTF-8"}
     lines = [b'{"text": "good one"}', *bad, b"", b'{"text": "lone \\ud800 half", "id": "a\\u001b[2Jb"}']
@@ -104,7 +104,9 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
     assert [row["text"] for row in rows] == ["good one", "lone \ufffd half"]
     assert rows[1]["id"] == "a\\x1b[2Jb", "nothing that a terminal would obey"
     assert summary["removed"] == Counter(bad.values()) and summary["lone_surrogates"] == 1
-    assert summary["samples"]["not UTF-8"][0]["id"] == "bad.jsonl#10" and summary["documents_in"] == 11
+    assert summary["samples"]["not UTF-8"][0]["id"] == "bad.jsonl#11" and summary["documents_in"] == 12
+    late = summary["samples"]["not JSON"][3]
+    assert "Expecting value (char 513)" in late["detail"] and "oops" in late["text"], "the excerpt is of that place"
     assert summary["samples"]["not a JSON object"][0]["text"] == '["a"]\n', "as the file has it"
 
 

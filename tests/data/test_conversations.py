@@ -12,7 +12,7 @@ import zstandard
 
 from affinage.config.training import SftSettings
 from affinage.data.conversations import check_source, open_source, parse_pair, read_examples
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from run_affinage import refused
 from source_forms import write_lines
 
@@ -68,7 +68,9 @@ def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Pat
     for name, compress in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress), ("c.jsonl.zst", zstandard.compress)):
         (tmp_path / name).write_bytes(compress(lines))
     pq.write_table(pa.table({"messages": talks}), tmp_path / "d.parquet")
-    assert list(read(tmp_path)) == talks * 4
+    (tmp_path / "e.json").write_text("[]")
+    with pytest.warns(UserWarned, match=r"e\.json"):
+        assert list(read(tmp_path)) == talks * 4
     assert len(list(read(tmp_path / "[ab].jsonl*"))) == 6
     (tmp_path / "set").mkdir()
     (tmp_path / "d.parquet").rename(tmp_path / "set/train-00000-of-00001.parquet")

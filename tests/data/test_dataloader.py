@@ -92,7 +92,7 @@ def test_names_stand_for_sources_languages_and_both(weights: dict, components: d
 @pytest.mark.parametrize("weights", [{"de": 1}, {"wikki": 1}, {"web.en": -1}, {"web.en": 0}, {}, {"web": 1, "en": 1}])
 def test_weights_that_make_no_sense_are_refused(folder: Path, weights: dict[str, float]):
     raised = refused(DataLoader, folder, seed=0, batch=4, mixture=[(0, weights)])
-    assert raised.where == "pretrain.mixture"
+    assert raised.where == "mixture"
     assert "wikki" not in weights or "Did you mean `wiki`" in raised.fix
     refused(DataLoader, folder / "nothing", seed=0, batch=4)
 

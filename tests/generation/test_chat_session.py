@@ -20,11 +20,8 @@ def talk(session, *lines):
 
 
 def test_an_answer_is_what_the_model_says_after_the_chat_prompt_and_commands_reset_it():
-    session, system, asked = (
-        new_session(),
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "one"},
-    )
+    session, system = new_session(), {"role": "system", "content": "be brief"}
+    asked = {"role": "user", "content": "one"}
     for prompt, lines in (([asked], ["one", "/quit", "never read"]), ([system, asked], ["/system be brief", "one"])):
         said, ids = talk(session, *lines), encode_prompt(prompt, tiny_llama().tokenizer, "")
         expected = generate(tiny_llama(), [ids], SamplingParams(6))[0].text

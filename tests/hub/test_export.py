@@ -121,6 +121,8 @@ def test_the_card_tells_licence_scores_text_and_command_in_its_language_and_noth
     french = model_card(exported[0], replace(FACTS, language="fr"), "m")
     assert f"{count} parameters" in card.text and f"{count.replace(',', chr(0x202F))} paramètres" in french
     assert "0,500 ± 0,010" in french
+    plain = model_card(tiny_llama(), replace(FACTS, language="fr"), "m")
+    assert '"Bonjour"' in french and 'Le", return_tensors="pt")' in plain and "every text" not in plain
     unknown = model_card(tiny_llama(), CardFacts(license="mit"), "m")
     assert "license: mit" in unknown and not any(word in unknown for word in ("## Scores", "## Training", "None"))
 

@@ -25,10 +25,8 @@ from source_forms import rows_of, write_lines
 
 SETTINGS = ["name=small", "data.sources=[pocket-world, texts]", "data.filters.min_characters=3"]
 SETTINGS += ["sft.sources=[chat.jsonl]"]
-ROAD = [
-    "synthesize", "ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "sft-data", "pretrain", "sft",
-    "evaluate-base", "evaluate-sft", "export", "report",
-]  # fmt: skip
+ROAD = ["synthesize", "ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "sft-data", "pretrain",
+        "sft", "evaluate-base", "evaluate-sft", "export", "report"]  # fmt: skip
 
 
 @pytest.fixture
@@ -192,22 +190,19 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
     return [name for name in after if after[name] != before.get(name)]
 
 
-@pytest.mark.parametrize(
-    ("override", "first", "untouched"),
-    [
-        ("sft.steps=6", "sft", ["evaluate-base", "pretrain", "sft-data"]),
-        ("sft.system_prompt=x", "sft-data", ["pretrain", "evaluate-base"]),
-        ("pretrain.steps=21", "pretrain", ["tokenize", "sft-data"]),
-        ("packing.seq_len=32", "tokenize", ["train-tokenizer"]),
-        ("tokenizer.vocab_size=400", "train-tokenizer", ["split"]),
-        ("data.filters.min_characters=4", "filter", ["ingest", "synthesize"]),
-        ("data.sources=[{path: pocket-world, max_bytes: 1MB}, texts]", "synthesize", []),
-        ("evaluate.limit=3", "evaluate-base", ["sft", "sft-data"]),
-        ("export.dtype=bfloat16", "export", ["sft", "evaluate-sft"]),
-        ("report.language=fr", "report", ROAD[:-1]),
-        ("seed=1", "synthesize", []),
-    ],
-)
+@pytest.mark.parametrize(("override", "first", "untouched"), [
+    ("sft.steps=6", "sft", ["evaluate-base", "pretrain", "sft-data"]),
+    ("sft.system_prompt=x", "sft-data", ["pretrain", "evaluate-base"]),
+    ("pretrain.steps=21", "pretrain", ["tokenize", "sft-data"]),
+    ("packing.seq_len=32", "tokenize", ["train-tokenizer"]),
+    ("tokenizer.vocab_size=400", "train-tokenizer", ["split"]),
+    ("data.filters.min_characters=4", "filter", ["ingest", "synthesize"]),
+    ("data.sources=[{path: pocket-world, max_bytes: 1MB}, texts]", "synthesize", []),
+    ("evaluate.limit=3", "evaluate-base", ["sft", "sft-data"]),
+    ("export.dtype=bfloat16", "export", ["sft", "evaluate-sft"]),
+    ("report.language=fr", "report", ROAD[:-1]),
+    ("seed=1", "synthesize", []),
+])  # fmt: skip
 def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, override, first, untouched):
     before = keys(load())
     assert list(before) == ROAD
@@ -251,25 +246,23 @@ HOW = "steps: 9, batch_size: 8, schedule: {peak_lr: 1e-6, min_lr: 0}"
 WATCHED = f"{{sources: [chat.jsonl], {HOW}, monitor: {{every_steps: 5, %s}}}}"
 
 
-@pytest.mark.parametrize(
-    ("override", "held"),
-    [
-        ("data.languages=[en, french]", "ISO 639-1"),
-        ("data.languages=[en, xx]", "ISO 639-1"),
-        ("data.sources=[{path: texts, language: en-US}]", "ISO 639-1"),
-        ("data.dedup.against=nowhere", "'nowhere'"),
-        ("data.decontaminate.benchmark_files=[none.yaml]", "`none.yaml`"),
-        ("data.decontaminate.benchmark_files=[exam.pdf]", ".jsonl"),
-        ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
-        ("sft=" + WATCHED % "tasks: [none.yaml]", "`none.yaml`"),
-        ("sft=" + WATCHED % "data_dir: .", ""),
-        ("dpo=" + WATCHED % "data_dir: nowhere", "nowhere"),
-        ("pretrain.optimizer.name=adammm", "`adammm`"),
-        ("pretrain.schedule.settings={share: 1}", "share"),
-        ("pretrain={optimizer_in_backward: true, gradient_accumulation_steps: 2}", "one by one"),
-        ("mesh={pipeline: 4, data: 2}", ""),
-    ],
-)
+@pytest.mark.parametrize(("override", "held"), [
+    ("data.languages=[en, french]", "ISO 639-1"),
+    ("data.languages=[en, xx]", "ISO 639-1"),
+    ("data.sources=[{path: texts, language: en-US}]", "ISO 639-1"),
+    ("data.dedup.against=nowhere", "'nowhere'"),
+    ("data.decontaminate.benchmark_files=[none.yaml]", "`none.yaml`"),
+    ("data.decontaminate.benchmark_files=[exam.pdf]", ".jsonl"),
+    ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
+    ("sft=" + WATCHED % "tasks: [none.yaml]", "`none.yaml`"),
+    ("sft=" + WATCHED % "data_dir: .", ""),
+    ("sft=" + WATCHED.replace("{", "{mixture: {chats: 1}, ", 1) % "", "Did you mean `chat`"),
+    ("dpo=" + WATCHED % "data_dir: nowhere", "nowhere"),
+    ("pretrain.optimizer.name=adammm", "`adammm`"),
+    ("pretrain.schedule.settings={share: 1}", "share"),
+    ("pretrain={optimizer_in_backward: true, gradient_accumulation_steps: 2}", "one by one"),
+    ("mesh={pipeline: 4, data: 2}", ""),
+])  # fmt: skip
 def test_a_mistake_in_any_step_is_refused_before_the_first(load, tmp_path, override, held):
     (tmp_path / "exam.pdf").write_text("no items")
     runner = real(load(*NEITHER, override))

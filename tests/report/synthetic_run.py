@@ -66,9 +66,9 @@ def build_run(folder: Path, *, steps: int = STEPS["pretrain"], name: str = "synt
     return run
 
 
-def write_duplicates(run: Path) -> None:
+def write_duplicates(run: Path, kept: str = KEPT, near: str = NEAR) -> None:
     """The documents and the removed near duplicates that the page shows."""
-    texts = {"world/000006": KEPT, "world/000007": NEAR, "world/000008": KEPT, "world/000009": KEPT + HOSTILE[:90]}
+    texts = {"world/000006": kept, "world/000007": near, "world/000008": kept, "world/000009": kept + HOSTILE[:90]}
     source = ["pocket-world"] * 4
     documents = {"id": list(texts), "source": source, "text": list(texts.values())}
     removed = {"source": source[1:], "id": list(texts)[1:], "duplicate_of": ["world/000006"] * 3}

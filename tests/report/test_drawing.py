@@ -70,6 +70,7 @@ def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
         ("short", 39.3e9, "39.3B", "39,3 Md"),
         ("bytes", 3_050_000, "3.05 MB", "3,05 Mo"),
         ("flops", 1.4e20, "140 EFLOP", "140 EFLOP"),
+        ("duration", 0.0008, "0.8 ms", "0,8 ms"),
         ("duration", 3599.9, "1 h 00 min", "1 h 00 min"),
         ("duration", 21 * 86400 + 7200, "21 d 2 h", "21 j 2 h"),
         ("percent", 0.971, "97.1%", "97,1 %"),
@@ -81,6 +82,13 @@ def test_numbers_are_written_as_readers_of_each_language_expect(write, value, en
     assert [getattr(EN, write)(each) for each in (None, math.nan, math.inf)] == ["–"] * 3
 
 
+def test_an_axis_writes_a_prefix_from_a_thousand_on_and_none_below_one():
+    for top, expected in ((250_000.0, {"0", "100k", "250k"}), (0.65, {"0", "0,1", "0,6"})):
+        picture = drawn(line_figure("", [Series("", [(0, 0.0), (2000, top)])], "pas", Axis("y"), FR).drawing)
+        written = {one.text for one in picture.iter() if one.text and one.tag.endswith("text")}
+        assert expected | {"1k", "2k"} <= written and not written & {"0k", "0m", "100m"}
+
+
 PACKAGE = Path(language.__file__).parent
 ENGLISH = r"\b(the|of|and|with|is|are|was|were|from|that|this|which|per|by|for|in)\b"
 
@@ -88,7 +96,9 @@ ENGLISH = r"\b(the|of|and|with|is|are|was|were|from|that|this|which|per|by|for|i
 def catalogue(context: str | None) -> dict[str, str]:
     """The French messages of the report."""
     with (PACKAGE / "locale" / "fr.po").open("rb") as file:
-        return {str(one.id): str(one.string) for one in read_po(file) if one.id and one.context == context}
+        found = [one for one in read_po(file) if one.id and one.context == context]
+    pairs = [(one.id, one.string) if isinstance(one.id, str) else (one.id[0], one.string[-1]) for one in found]
+    return {str(english): str(french) for english, french in pairs}  # of one with a plural, that
 
 
 def extracted() -> set[str]:
@@ -123,5 +133,12 @@ def test_every_message_and_reason_has_its_french_with_the_same_blanks_and_no_fre
         assert not re.search(" [:;?!»]", text), text
     reasons = {"no text key", "too large", readers.UNKNOWN_KIND, "empty", "not UTF-8", "not JSON", "in a benchmark"}
     assert not reasons - set(catalogue("reason"))
-    assert Language("fr").reason("too short") == "trop court"
-    assert Language("fr").reason("whatever a plug-in writes") == "whatever a plug-in writes"
+    assert FR.reason("too short") == "trop court"
+    assert FR.reason(plug := "whatever a plug-in writes") == FR.detail(plug) == plug
+    one, two = (FR("{count} removed: why, with examples", count, count=count) for count in (1, 2))
+    assert plain(one).startswith("1 retiré :") and plain(two).startswith("2 retirés :")
+    for detail, expected in (("Jaccard 0.853 to a-1.5 of b", "Jaccard 0,853 avec a-1.5 de b"), ("en 1.00", "en 1,00")):
+        assert (FR.detail(detail), EN.detail(detail)) == (expected, detail)
+    steps = "".join(file.read_text() for file in Path(readers.__file__).parent.glob("*.py"))
+    written = [max(re.split(r"\{\w+\}", message), key=len) for message in language.DETAILS]
+    assert not [words for words in written if words not in steps], "no step writes it any more"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from html_page import plain
-from synthetic_run import change, write_json
+from synthetic_run import change, write_duplicates, write_json
 
 from affinage.config.load import load_recipe
 from affinage.hardware.chips import find_slice
@@ -25,6 +25,15 @@ def test_a_whole_run_is_read_and_its_card_says_the_same_as_the_page_without_the_
     assert told.summary == summary(facts, "en", timed=False) and " in " not in told.summary
     assert told.results["sft"]["lambada_openai"]["perplexity"]["value"] == pytest.approx(52.4)
     assert told.sources[0]["documents"] == 10_690 and told.training["Pretraining: steps"] == 600
+
+
+def test_what_an_excerpt_of_a_near_duplicate_only_cuts_is_no_difference(run: Path):
+    tail = " and so on to the end of both texts" * 30
+    write_duplicates(run, "brief" + tail, "much longer, with some more words" + tail)
+    pair = {pair.removed_id: pair for pair in collect_facts(run).near_duplicates}["world/000007"]
+    for side, own in (pair.kept, "brief"), (pair.removed, "much longer, with some more words"):
+        assert {word for text, differs in side if differs for word in text.split()} == {*own.split()}
+        assert side[-1] == (" …", False) and 400 < sum(len(text) for text, _ in side) <= 470
 
 
 def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts):

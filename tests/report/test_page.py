@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from html_page import Page
-from synthetic_run import HOSTILE, build_run, change, write_json
+from synthetic_run import HOSTILE, build_run, change
 
 from affinage.config.yaml import brief
 from affinage.report import collect_facts, render, write_report
@@ -164,13 +164,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name, steps in (("small", 60), ("wide", 120), ("bare", 60)):
         run = build_run(folder, steps=steps, name=name)
-        settings = json.loads((run / "recipe.json").read_text())
-        settings |= {"pretrain": {"steps": steps, "optimizer": {"name": "adamw"}}, "description": f"this is {name}"}
-        write_json(run / "recipe.json", settings)
+        with change(run / "recipe.json") as settings, change(run / "evaluate-sft" / "results.json") as results:
+            settings |= {"pretrain": {"steps": steps, "optimizer": {"name": "adamw"}}, "description": f"this is {name}"}
+            results["tasks"]["quiz"] = {"chat_template": name == "wide", "num_fewshot": steps // 60, "metrics": {}}
         if name != "bare":
-            right = [float((item % 4 == 0) == (name == "small")) for item in range(40)]
-            lines = [{"id": item, "hash": f"h{item}", "acc": value} for item, value in enumerate(right)]
-            write_lines(run / "evaluate-sft" / "items" / "quiz.jsonl", lines)
+            quiz = [{"prompt_hash": name, "hash": n, "acc": float((n % 4 < 1) == (name == "small"))} for n in range(40)]
+            write_lines(run / "evaluate-sft" / "items" / "quiz.jsonl", quiz)
     return folder
 
 
@@ -200,12 +199,13 @@ def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, answ
     told = answer("compare", "small", "wide", "bare", "--runs", str(runs), "--html", str(tmp_path / "c.html"))
     assert [run["name"] for run in told["runs"]] == ["small", "wide", "bare"]
     assert told["settings"] == [{"key": "pretrain.steps", "values": [60, 120, 60]}]
-    results, scores = runs / "small" / "evaluate-sft" / "results.json", told["runs"][0]["scores"]
-    for task, found in json.loads(results.read_text())["tasks"].items():
-        assert all(scores[task][name]["value"] == one["value"] for name, one in found["metrics"].items())
+    for task, found in json.loads((runs / "small/evaluate-sft/results.json").read_text())["tasks"].items():
+        for name, one in found["metrics"].items():
+            assert told["runs"][0]["scores"][task][name]["value"] == one["value"]
     (difference,) = told["differences"]
     assert (difference["from"], difference["to"], difference["difference"]) == ("small", "wide", 0.5)
     assert difference["low"] > 0, "the paired test finds it real"
+    assert "quiz (asked in the chat template: wide; examples before a question: 1, 2; items" in told["notes"][0]
     assert (tmp_path / "c.html").read_text().startswith("<!doctype html>")
     table = [line.split() for line in affinage("compare", "small", "wide", "--runs", str(runs))[1].splitlines()]
     assert ["setting", "small", "wide"] in table and ["pretrain.steps", "60", "120"] in table

@@ -118,7 +118,7 @@ def head(
 
 @data.command()
 def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
-    """Count what each data step kept and removed, and the tokens of each source and language.
+    """Count what each data step kept and removed, with examples, and the tokens of each source and language.
 
     Example: affinage data stats quickstart
     """
@@ -130,7 +130,9 @@ def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
     steps = {name: result.model_dump(include=counts) for name, result in results.items() if result}
     packed = read_result(folder / "tokenize", SequencesResult)
     parts = packed.model_dump(include={"groups", "validation"}) if packed else {}
-    emit({"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}, as_json)
+    facts = {"steps": steps, "trained on": parts.get("groups", {}), "held out": parts.get("validation", {})}
+    removed = [{"step": name, **each} for name, result in results.items() if result for each in result.examples]
+    emit(facts | {"removed, for example": removed}, as_json)
 
 
 def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:
@@ -199,7 +201,7 @@ def verify(name: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOptio
 
 def _steps(name: str, runs: Path, *, complete: bool = True) -> "tuple[CheckpointStore, list[int]]":
     """The checkpoints of a training, which is printed, and the step that was named, or all `complete` ones."""
-    from affinage.pipeline.models import locate
+    from affinage.pipeline.models import locate, steps_of
 
     target = find(name, runs)  # before JAX is imported
     if target.kind == "hub":
@@ -210,9 +212,7 @@ def _steps(name: str, runs: Path, *, complete: bool = True) -> "tuple[Checkpoint
     from affinage.checkpoint import CheckpointStore
 
     store, step = CheckpointStore(training.path / "checkpoints"), training.step
-    steps = store.steps()
-    if complete and (not steps or step not in (None, *steps)):
-        what = "no checkpoint is complete" if step is None else f"there is no complete checkpoint of step {step}"
-        fix = f"There are {', '.join(f'@{known}' for known in steps)}." if steps else "Train the model first."
-        raise UserError(what, where=str(store.folder), fix=fix)
-    return store, [known for known in steps if step in (None, known)]
+    steps = store.steps() if step is None else steps_of(training.path, step, name)
+    if complete and not steps:
+        raise UserError("no checkpoint is complete", where=str(store.folder), fix="Train the model first.")
+    return store, steps

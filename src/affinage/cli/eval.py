@@ -56,13 +56,14 @@ def evaluate(
     if whole and all(value is None for value in (mesh, max_model_len, *settings.values())):
         options = terminal.PipelineOptions(overrides, runs, force, as_json=as_json)
         results = _evaluate_run(target, options)
-        view = [part for step, each in results["evaluations"].items() for part in ("\n" + step, *_view(each))]
+        steps = results["evaluations"]
+        view = [part for step in steps for part in (f"\n{results['folder']}/{step}", *_view(steps[step]))]
     elif overrides or force:
         fix = "Use the options of `eval`, such as --tasks and --limit, or name the run alone."
         raise UserError("--set and --force are for a whole run and its recipe's benchmarks", where=model, fix=fix)
     else:
         results = _evaluate_model(target, runs, mesh, max_model_len, settings)
-        view = [*_view(results)]
+        view = [*_view(results), f"\nresults  {results['folder']}"]
     if is_first():
         emit(results, as_json, view)
 
@@ -76,8 +77,8 @@ def _evaluate_run(target: "Target", options: terminal.PipelineOptions) -> dict[s
     if options.overrides or options.force or not is_evaluated(run):
         instead = "Name benchmarks: --tasks julian, or --task my_task.yaml"
         run = run_own_steps(target, options, "evaluate", steps, instead)
-    results = {step: read_json(run / step / "results.json") for step in steps}
-    return {"run": run.name, "evaluations": {step: result for step, result in results.items() if result}}
+    results = {step: result for step in steps if (result := read_json(run / step / "results.json"))}
+    return {"run": run.name, "folder": str(run), "evaluations": results}
 
 
 def _evaluate_model(
@@ -119,7 +120,7 @@ def _evaluate_model(
                 **settings,
             )
         processes.barrier("the end of the evaluation")
-    return {**results, **state}
+    return {**results, **state, "folder": str(folder)}
 
 
 def _score(value: float | None) -> str | None:
@@ -134,7 +135,7 @@ def _view(results: dict[str, Any]) -> Iterator[Any]:
         for task, entry in results["tasks"].items()
         for metric, score in entry["metrics"].items()
     ]
-    yield table(rows) if rows else "No task was scored."
+    yield table(rows) if rows else "No task was scored. Choose some: --tasks julian, or --task my_task.yaml"
     left_out = {"not available": results.get("unavailable"), "for chat models only": results.get("skipped")}
     yield from described({f"left out, {why}": tasks for why, tasks in left_out.items()})
     if facts := results.get("contamination"):

@@ -66,6 +66,8 @@ def generate(
     for text, result in zip(texts, generated(loaded, rows, sampling)):
         line = {"prompt": text, "text": result.text, "finish_reason": result.finish_reason, **state}
         print(json.dumps(line, ensure_ascii=False) if as_json else text + result.text)
+        if result.finish_reason == "length" and result.limit < max_new_tokens:
+            warn(f"the text ends after {len(result.tokens):,} new tokens: the context of {loaded.context:,} is full")
 
 
 @app.command()

@@ -294,8 +294,8 @@ def counted(count: int, thing: str) -> str:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Names with commas, the first ones if there are more than `most`."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """Names with commas; of several more than `most` the first ones."""
+    return ", ".join(names) if len(names) <= most + 1 else f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 @contextlib.contextmanager

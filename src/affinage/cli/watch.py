@@ -46,7 +46,8 @@ class Watch(ProgressListener):
 
     def on_end(self, planned: PlannedStep, result: results.Result, seconds: float) -> None:
         """A step is complete."""
-        write(f"{planned.name:<{_NAME}}{', '.join(headline(result)) or 'done'}  {duration(seconds)}")
+        which = "; see affinage data stats RUN" if planned.name == "ingest" and getattr(result, "reasons", None) else ""
+        write(f"{planned.name:<{_NAME}}{', '.join(headline(result)) or 'done'}{which}  {duration(seconds)}")
 
 
 def show_plan(steps: Sequence[PlannedStep], as_json: bool) -> None:
@@ -90,9 +91,7 @@ def headline(result: results.Result) -> Iterator[str]:
         if result.reasons:
             yield f"removed: {listed([f'{count:,} {reason}' for reason, count in result.reasons], _SHOWN)}"
         if result.benchmarks:
-            found = [
-                f"{one.found:,} of {one.items:,} of {name}" for name, one in result.benchmarks.items() if one.found
-            ]
+            found = [f"{one.found:,} of {one.items:,} of {at}" for at, one in result.benchmarks.items() if one.found]
             yield f"benchmark items found: {listed(found, _SHOWN) or 'none'}"
         if common := sum(one.common or 0 for one in result.benchmarks.values()):
             yield f"{common:,} in so many documents that they are no match"

@@ -260,7 +260,7 @@ def encode_conversation(messages: Talk, tokenizer: "Tokenizer", system_prompt: s
         return tokenizer.encode_rendered(*written)
     if not {_START, _END} <= tokenizer.controls.keys():
         what = "conversations are written with <|im_start|> and <|im_end|>, which this model's vocabulary lacks"
-        fix = "Add them with transformers (docs/hub.md, Chat), or keep its own: `chat_template: tokenizer`."
+        fix = "Fine-tune it first: with `chat_template: FILE.jinja` (or tokenizer), or the two added (docs/hub.md)."
         raise UserError(what, where=str(tokenizer.folder), fix=fix)
     text, spans = "", list[Span]()
     for message in safe:

@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from affinage.data.files import DamagedFile, Part
 from affinage.data.ingest import find_parts
 from affinage.data.places import located
 from affinage.data.readers import BadRecord, read_rows
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from affinage.json_files import encodable
 
 _CONVERSATION = (
@@ -146,11 +147,13 @@ def open_source(source: ConversationSettings, settings: TuningSettings) -> tuple
     Raises UserError where there is nothing to read.
     """
     opened = located(source.as_source(), settings)
-    opened, parts = find_parts(opened, opened.place, of_text=False)
-    parts = [part for part in parts if part.kind in ("lines", "table", "dataset")]
+    opened, found = find_parts(opened, opened.place, of_text=False)
+    parts = [part for part in found if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
         raise UserError("no conversations found", where=opened.place, fix=fix)
+    if others := [part.name for part in found if part.kind in ("", "text", "warc", "dump")]:
+        warnings.warn(f"{opened.place}: not read, for their kind: {', '.join(others[:3])}", UserWarned, stacklevel=1)
     return opened, parts
 
 

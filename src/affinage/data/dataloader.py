@@ -28,7 +28,7 @@ STEPS_AT_ONCE, TOKENS_AT_ONCE = 16, 2**15  # at most: many small batches at once
 CALLS_AHEAD = 8  # that make batches
 _SCANNED = 2**20  # draws that are looked through at a time
 _END = 2**62  # draw that no training reaches
-_MIXTURE = "pretrain.mixture"  # of the recipe
+_MIXTURE = "mixture"  # of the section of a training
 
 
 def make_batch(

@@ -61,9 +61,8 @@ def ingest(
         if not stats.documents and not stats.counts["not_sampled"]:
             what = "there is no document in it"
             if reasons := [reason for reason, _ in stats.removed.most_common() if reason != UNKNOWN_KIND]:
-                first = stats.samples[reasons[0]][0]
-                what = f"none of its {stats.removed.total()} records can be used; "
-                what += f"{first['id']}: {reasons[0]}: {first['detail']}"
+                one, count = stats.samples[reasons[0]][0], stats.removed.total()
+                what = f"none of its {count} records can be used; {one['id']}: {reasons[0]}: {one['detail']}"
             raise UserError(what, where=f"data.sources[{position}] ({source.place})")
     total = Stats.total(results[task.stem] for own in tasks.values() for task in own if task.stem in results)
     counts = {name: total.counts[name] for name in ("not_sampled", "lone_surrogates")}

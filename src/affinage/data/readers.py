@@ -235,15 +235,15 @@ def _read_lines(file: Part, settings: SourceSettings, of_text: bool) -> Iterator
 
 
 def _parse_line(line: bytes, place: str) -> Row | BadRecord:
-    glimpse = line[:140].decode("utf-8", "replace")
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(text := line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return _not_utf8(place, error)
     except (ValueError, RecursionError) as error:
-        return BadRecord(place, "not JSON", f"{getattr(error, 'msg', error)}; there must be {LINES}", glimpse)
+        what, at = getattr(error, "msg", error), getattr(error, "pos", 0)
+        return BadRecord(place, "not JSON", f"{what} (char {at}); wanted: {LINES}", text[max(0, at - 60) : at + 140])
     if not isinstance(fields, dict):
-        return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}; there must be {LINES}", glimpse)
+        return BadRecord(place, "not a JSON object", f"it is a {type(fields).__name__}, not {LINES}", text[:140])
     return place, fields
 
 

@@ -1,9 +1,10 @@
 """A conversation with a chat model in a terminal: its history, its commands, its answers as they come."""
 
+import warnings
 from collections.abc import Callable, Iterator
 
 from affinage.data.chat import encode_prompt
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from affinage.generation.engine import Engine, LoadedModel
 from affinage.generation.sampling import EngineRequest, SamplingParams
 
@@ -47,9 +48,11 @@ class ChatSession:
             self._engine = Engine(model, max_num_seqs=1, max_model_len=length, interactive=True)
         answer = ""
         try:
-            for _, piece, _ in self._engine.run([EngineRequest(prompt, self._params)]):
+            for request, piece, ended in self._engine.run([EngineRequest(prompt, self._params)]):
                 answer += piece
                 yield piece
+                if ended and request.finish_reason == "length" and request.limit < new:
+                    warnings.warn(f"the answer fills the context of {model.context:,} tokens", UserWarned, stacklevel=2)
         finally:
             self.messages, self._first = [*messages, {"role": "assistant", "content": answer}], first
 

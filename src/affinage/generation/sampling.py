@@ -21,6 +21,7 @@ Rows = dict[str, Any]  # arrays [B], see `rows_of`
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _RANGES = {"max_new_tokens": (0, 2**31 - 1), "temperature": (0, 100), "top_k": (0, 2**31 - 1), "top_p": (1e-6, 1)}
 _RANGES |= {"min_p": (0, 1), "seed": (0, 2**32 - 1)}
+_DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint32}
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,8 @@ class EngineRequest:
 
 def rows_of(requests: Sequence[EngineRequest]) -> Rows:
     """Return how the requests of a batch choose their next token, and where they stand, as arrays of the host."""
-    params = [each.params for each in requests]
-    return {
-        "temperature": np.array([each.temperature for each in params], np.float32),
-        "top_k": np.array([each.top_k for each in params], np.int32),
-        "top_p": np.array([each.top_p for each in params], np.float32),
-        "min_p": np.array([each.min_p for each in params], np.float32),
-        "seed": np.array([each.seed for each in params], np.uint32),
+    chosen = {name: np.array([getattr(each.params, name) for each in requests], _DTYPES[name]) for name in _DTYPES}
+    return chosen | {
         "index": np.array([each.index for each in requests], np.int32),
         "token": np.array([(each.tokens or each.prompt)[-1] for each in requests], np.int32),  # not yet in the cache
         "position": np.array([len(each.prompt) + len(each.tokens) - 1 for each in requests], np.int32),

@@ -59,9 +59,6 @@ _AGAIN = "Download the model again, all of it."
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "chat_template.jinja", "README.md"]
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _TEMPLATES = Path(__file__).parent / "templates"
-_CHAT_INPUTS = """\
-messages = [{"role": "user", "content": "Hello"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)"""
 
 
 def local_copy(folder_or_id: str) -> Path:
@@ -339,7 +336,6 @@ def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
                 error = "" if score["stderr"] is None else f" ± {number(score['stderr'])}"
                 cell = number(score["value"]) + error + (" †" if score.get("chat_template") else "")
                 rows.setdefault((task, metric), {})[label] = cell
-    note = f"  # in training, every text begins with {opening}" if opening else ""
     keys = ("name", "licence", "documents", "bytes")
     metadata = ModelCardData(
         license=facts.license,
@@ -357,7 +353,7 @@ def model_card(model: LoadedModel, facts: CardFacts, place: str) -> str:
         parameters=parameters(model.graph).total,
         context=model.context,
         opening=opening,
-        inputs=_CHAT_INPUTS if model.chat else f'inputs = tokenizer("{opening}The", return_tensors="pt"){note}',
+        chat=model.chat,
         score_rows=[[*names, *(cells.get(label, "–") for label in facts.results)] for names, cells in rows.items()],
         in_chat=any("†" in cell for cells in rows.values() for cell in cells.values()),
         sources=[[number(source.get(key, "")) for key in keys] for source in facts.sources],

@@ -40,7 +40,7 @@ def build_steps(loaded: LoadedRecipe) -> list[Step]:
         steps += [*_training_steps(loaded, trained, begun), *_result_steps(recipe, trained)]
     steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
     config, inputs = _part(recipe, "name", "description", "report"), tuple(step.name for step in steps)
-    return [*steps, Step("report", _report, config, inputs, artifact="report.html", version=3)]
+    return [*steps, Step("report", _report, config, inputs, artifact="report.html", version=4)]
 
 
 def _report(context: StepContext) -> Summary:
@@ -172,7 +172,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
     if recipe.export is not None:
         config = _part(recipe, "name", "description", "export")
         work = _of_eval("export", settings=recipe.export)
-        yield Step("export", work, config, inputs, version=4, check=_of_eval("check_export"))
+        yield Step("export", work, config, inputs, version=5, check=_of_eval("check_export"))
 
 
 def _files_of(benchmarks: EvaluateSettings | MonitorSettings) -> tuple[str, ...]:

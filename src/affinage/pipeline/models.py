@@ -220,7 +220,7 @@ def state_of(target: Target, runs: Path) -> dict[str, Any]:
     if request is None or model.kind == "hub":
         return {}
     name = folder.name if model.run is None else f"{model.run.name}/{request.step}"
-    reached = steps_of(folder, step, model.name)[-1]
+    reached = max(steps_of(folder, step, model.name), default=0)
     steps = (read_json(folder / "summary.json") or read_json(folder / FEED)).get("steps") or reached
     return {"model": f"{name}@{step}" if isinstance(step, str) else name, "step": reached, "steps": steps}
 
@@ -263,12 +263,12 @@ def checkpoints_of(training: Path, step: Checkpoint | None = None) -> Path:
 
 
 def steps_of(training: Path, step: Checkpoint | None, name: str = "") -> list[int]:
-    """The complete checkpoints of a name: one, by default the newest, or the last K of `mean:K`; UserError if fewer."""
+    """The complete checkpoints of a name: a step or the last K of `mean:K` (UserError: not there), else the newest."""
     folder, counted = checkpoints_of(training, step), str(step).partition("mean:")[2]
     there = sorted(int(mark.parent.name) for mark in folder.glob("*/commit_success.txt"))
     count = int(counted or 1)
     steps = [each for each in there if each == step] if isinstance(step, int) else there[-count:]
-    if len(steps) < count:
+    if step is not None and len(steps) < count:
         what = "there is no complete checkpoint" if count == 1 else f"there are fewer than {count} complete checkpoints"
         what += f" of step {step}" if isinstance(step, int) else ""
         fix = f"There are {', '.join(f'@{each}' for each in there)}; a training keeps those of `runtime.checkpoint`."
@@ -343,7 +343,7 @@ def initial_folder(loaded: LoadedRecipe) -> Path | None:
 
 def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:
     """The Jinja template of the recipe's conversations, with the tokenizer in a folder; None for ChatML."""
-    chosen, fix = loaded.recipe.chat_template, "Name a Jinja file, or write `chat_template: chatml`."
+    chosen, fix = loaded.recipe.chat_template, "Name a Jinja file, or `chatml` for a vocabulary with its tokens."
     if chosen == "chatml":
         return None
     where = loaded.locate(("chat_template",))

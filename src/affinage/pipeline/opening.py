@@ -213,7 +213,7 @@ def _restored(training: Path, step: Checkpoint | None, abstract: Any) -> Any:
     if step == "ema" and not any(path.startswith(name) for path in store.metadata(steps[0]).checksums):
         fix = "Give one to a training, `ema: {decay: 0.999}`, or average its checkpoints: MODEL@mean:3."
         raise UserError("this training has no moving average", where=str(folder), fix=fix)
-    if len(steps) == 1:
+    if len(steps) < 2:
         return store.restore(steps[0] if isinstance(step, int) else None, {name: abstract})[name]
     in_float32 = {"params": jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), abstract)}
     total = store.restore(steps[0], in_float32)["params"]

@@ -16,7 +16,7 @@ from affinage.checkpoint.remote import Uploader, download
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.dataloader import DataLoader, ValidationRows, repetition
+from affinage.data.dataloader import DataLoader, Mixture, ValidationRows, repetition, stages_of
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
@@ -167,7 +167,7 @@ def _token_rows(
 ) -> tuple[DataLoader, dict[str, ValidationRows]]:
     """The batches of a training and its held-out rows; what finds a step's rows again is written down."""
     batch, seed = rows_per_step(settings, make_mesh(mesh_of(context.recipe), acquire()).size), context.recipe.seed
-    mixture = None if settings.mixture is None else [(each.from_step, each.weights) for each in settings.mixture]
+    mixture = _mixture_of(settings)
     feed = DataLoader(rows / "train", seed=seed, batch=batch, mixture=mixture)
     if Processes.current.first:
         facts = {"rows": rows.name, "seed": seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
@@ -175,6 +175,10 @@ def _token_rows(
     rows_at_once = batch // settings.gradient_accumulation_steps  # a micro-batch is what fits in memory
     opened = partial(ValidationRows, batch=rows_at_once, limit=settings.eval_sequences)
     return feed, {name: opened(path) for name, path in find_shard_folders(rows / "validation").items()}
+
+
+def _mixture_of(settings: TrainSettings) -> Mixture | None:
+    return None if settings.mixture is None else [(each.from_step, each.weights) for each in settings.mixture]
 
 
 def within_epochs(
@@ -210,6 +214,8 @@ def check_training(loaded: LoadedRecipe, name: str) -> None:
     graph = parse(recipe.model, loaded.locate, vocabulary=wanted)
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with located(loaded, name):
+        if isinstance(settings, TuningSettings):  # what a pretraining weighs is known when its text is read
+            stages_of({source.title: (source.title, "") for source in settings.sources}, _mixture_of(settings), 1)
         trackers_of(recipe.runtime.trackers)
         step, before = getattr(settings, "from_step", None), recipe.trainings[: recipe.trainings.index(name)]
         if step is not None and before and step > (last := getattr(recipe, before[-1]).steps):

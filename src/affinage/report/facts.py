@@ -205,14 +205,26 @@ def _around_difference(*texts: str) -> list[list[Piece]]:
     """Two texts around their first difference, each cut into pieces that are shared or only on its side."""
     start = max(0, len(os.path.commonprefix(texts)) - _BEFORE)  # noqa: RUF071
     start = texts[0].rfind(" ", 0, start) + 1 or start
-    excerpts = (("… " if start else "") + text[start : start + _LENGTH] for text in texts)
+    # Twice as much is compared as is shown: what one excerpt has beyond the end of the other is no difference.
+    excerpts = (("… " if start else "") + text[start : start + 2 * _LENGTH] for text in texts)
     left, right = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in excerpts)
     pieces: list[list[Piece]] = [[], []]
     for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         for side, part in zip(pieces, (left[i1:i2], right[j1:j2])):
             if part:
                 side.append(("".join(part), tag != "equal"))
-    return pieces
+    return [_cut(side) for side in pieces]
+
+
+def _cut(pieces: list[Piece]) -> list[Piece]:
+    """The pieces within the first `_LENGTH` characters, up to a space if there is one."""
+    cut, room = list[Piece](), _LENGTH
+    for text, differs in pieces:
+        if len(text) > room:
+            end = text.rfind(" ", 0, room)
+            return [*cut, (text[: room if end < 0 else end], differs), (" …", False)]
+        cut, room = [*cut, (text, differs)], room - len(text)
+    return cut
 
 
 # ---- the run ----

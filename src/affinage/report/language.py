@@ -33,6 +33,29 @@ def N_(message: str) -> str:
     return message
 
 
+# What steps write beside the reason for which they removed a document.
+DETAILS = (
+    N_("{number} characters"),
+    N_("{number} characters on average"),
+    N_("{number} of its characters"),
+    N_("Jaccard {number} to {id} of {source}"),
+    N_("no words"),
+    N_("{language}, as its source says"),
+    N_("{key} is empty"),
+    N_("no text in the file"),
+    N_("no text in the article {title}"),
+    N_("no text in {url}"),
+    N_("no {key} among {names}: set `text_key` of the source"),
+    N_("over {number} MB in one text file; split it"),
+    N_("a line over {number} MB"),
+    N_("a page over {number} MB: {url}"),
+    N_("this is a PDF, UTF-16 or no text: it has NUL bytes"),
+    N_("its header says so"),
+    N_("nothing between header and license"),
+    "{language} {number}",
+)
+
+
 @cache
 def _catalogue(code: str) -> gettext.NullTranslations:
     if code == "en":  # the messages themselves are English
@@ -54,14 +77,29 @@ class Language:
 
     code: str
 
-    def __call__(self, message: str, /, **values: object) -> str:
-        """The message with its values filled in."""
-        text = _catalogue(self.code).gettext(message)
+    def __call__(self, message: str, count: int | None = None, /, **values: object) -> str:
+        """The message with its values filled in; in the form for `count` things, if the catalogue has such forms."""
+        known = _catalogue(self.code)
+        text = known.gettext(message) if count is None else known.ngettext(message, message, count)
         return text.format(**values) if values else text
 
     def reason(self, reason: str) -> str:
         """Why documents were removed; a reason of a plug-in, which no catalogue has, is returned as it is."""
         return _catalogue(self.code).pgettext("reason", reason)
+
+    def detail(self, detail: str) -> str:
+        """What a step wrote beside a reason; what is none of `DETAILS` is returned as it is."""
+        for message in DETAILS:
+            blank = r"\\{(number)?(\w*)\\}"
+            pattern = re.sub(
+                blank, lambda one: f"(?P<{one[1] or one[2]}>{'[0-9.]+' if one[1] else '.+'})", re.escape(message)
+            )
+            if found := re.fullmatch(pattern, detail):
+                values = found.groupdict()
+                if number := values.get("number"):
+                    values["number"] = self.decimal(float(number), len(number.partition(".")[2]))
+                return self(message, **values)
+        return detail
 
     def name(self, code: str) -> str:
         """A language of the text by its ISO code: French (fr)."""

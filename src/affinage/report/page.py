@@ -225,8 +225,24 @@ class Comparison:
             ],
             "settings": [{"key": key, "values": list(values)} for key, values in self.settings.items()],
             "differences": [{"from": self.entrants[0].name, "to": name} | asdict(one) for name, one in pairs],
-            "notes": notes([difference for _, difference in pairs], Language("en")),
+            "notes": [note for name in self.paired for note in self.notes(name, Language("en"))],
         }
+
+    def notes(self, name: str, t: Language) -> list[str]:
+        """What must be known of an entrant's differences: which tasks were asked in another way, and in which."""
+        compared = [one for one in self.entrants if one.name in (self.entrants[0].name, name)]
+        asked = {one.name: one.evaluation.tasks for one in compared if one.evaluation}
+        tasks = []
+        for task, count in {one.task: one.asked_otherwise for one in self.paired[name] if one.asked_otherwise}.items():
+            of_task = {of: results[task] for of, results in asked.items() if task in results}
+            in_chat = ", ".join(of for of, result in of_task.items() if result.chat_template)
+            shots = [str(result.num_fewshot) for result in of_task.values()]
+            ways = [t("asked in the chat template: {names}", names=in_chat)] if in_chat else []
+            ways += [t("examples before a question: {counts}", counts=", ".join(shots))] if len({*shots}) > 1 else []
+            ways.append(t("items with another prompt or right answer: {count}", count=count))
+            tasks.append(f"{task} ({'; '.join(ways)})")
+        listed = ", ".join(tasks)
+        return [t("Differences in these tasks are not of the models alone: {tasks}.", tasks=listed)] if tasks else []
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:
@@ -270,19 +286,7 @@ def render_comparison(compared: Comparison, language: str | None = None) -> str:
         brief=brief,
         losses=[figure for name in MODELS if (figure := _loss_figure(compared, name, t))],
         scores=score_figure(evaluations, t, t("Scores side by side")),
-        notes=notes,
     )
-
-
-def notes(differences: Sequence[Difference], t: Language) -> list[str]:
-    """What must be known of the differences: that the questions of tasks differ."""
-    tasks = [
-        one.task + " (" + t("items with another prompt or right answer: {count}", count=one.asked_otherwise) + ")"
-        for one in differences
-        if one.asked_otherwise
-    ]
-    listed = ", ".join(dict.fromkeys(tasks))
-    return [t("Differences in these tasks are not of the models alone: {tasks}.", tasks=listed)] if tasks else []
 
 
 def _loss_figure(compared: Comparison, name: str, t: Language) -> Figure | None:
