@@ -136,6 +136,7 @@ LONG = [{"role": "user", "content": "long " * CONTEXT}]
         ({"top_logprobs": 21}, 400, "top_logprobs"),
         ({"extra_body": {"guided_json": {"type": "object"}}}, 400, "guided_json"),
         ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens"),
+        ({"extra_body": {"repetition_penalty": 1.0, "skip_special_tokens": False}}, 400, "skip_special_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
         ({"messages": MESSAGES[::-1]}, 400, "message 2"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages"),

@@ -41,8 +41,8 @@ _LOOPBACK = ["localhost", "127.0.0.1"]
 _MAX_BODY = 2**20  # bytes
 _FAILED = "the server could not answer; its log has the reason"
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of refusals, by their status
-# Fields that clients send and that do not change the answer.
 _INERT = {"user", "metadata", "store", "service_tier", "tool_choice", "parallel_tool_calls", "prompt_cache_key"}
+_ONE = dict.fromkeys("best_of repetition_penalty skip_special_tokens add_generation_prompt".split(), (1,))
 _DEFAULTS: tuple[Any, ...] = (None, 0, "", [], {}, {"type": "text"}, ["text"])  # by which a client requests nothing
 
 
@@ -91,8 +91,8 @@ class CommonRequest(BaseModel, extra="forbid", allow_inf_nan=False):
     def _without_defaults(cls, body: Any) -> Any:
         """Leave out nulls, and fields that are unknown here but request nothing, such as `frequency_penalty: 0`."""
         if isinstance(body, dict):
-            body = {name: value for name, value in body.items() if value is not None and name not in _INERT}
-            body = {name: value for name, value in body.items() if value not in _DEFAULTS or name in cls.model_fields}
+            known, body = cls.model_fields, {k: v for k, v in body.items() if v is not None and k not in _INERT}
+            body = {key: value for key, value in body.items() if key in known or value not in _ONE.get(key, _DEFAULTS)}
         return body
 
     def params(self, most: int, logprobs: int | None) -> SamplingParams:
@@ -217,10 +217,10 @@ class Server:
         if http.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
             raise Refused(415, "the body must be JSON, with the header Content-Type: application/json")
         content = bytearray()
-        async for part in http.stream():
-            content += part
-            if len(content) > _MAX_BODY:
-                raise Refused(413, f"the body is longer than {_MAX_BODY:,} bytes")
+        async for part in http.stream():  # to the end: a client that is still sending would not receive the refusal
+            content += part[: _MAX_BODY + 1 - len(content)]
+        if len(content) > _MAX_BODY:
+            raise Refused(413, f"the body is longer than {_MAX_BODY:,} bytes")
         body = kind.model_validate_json(content)
         if body.model not in (None, self._model.name):
             raise Refused(404, f"there is no model `{body.model}`, but `{self._model.name}`", code="model_not_found")
