@@ -241,6 +241,7 @@ def test_weights_that_cannot_be_those_of_the_model_are_refused_by_name(tmp_path)
     norm, extra = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
     for written, named in (
         (tensors | {norm: params["norm"]["scale"]}, "finite"),
+        (tensors | {norm: np.full(32, 1e300)}, "finite"),  # not in float32
         (tensors | {norm: np.zeros(32, np.int32)}, "I32"),
         (tensors | {extra: np.zeros(32, np.float32)}, extra),
         ({name: array for name, array in tensors.items() if name != norm}, norm),

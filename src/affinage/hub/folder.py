@@ -177,7 +177,7 @@ class HubWeights(dict[str, Any]):
         if dtype not in _DTYPES:
             fix = "Take a version of the model in float16, bfloat16, float32 or float64."
             raise UserError(f"the tensor {name!r} has the dtype {dtype}", where=where, fix=fix)
-        if not np.isfinite(tensor).all():
+        if not (np.abs(tensor) <= np.finfo(np.float32).max if dtype == "F64" else np.isfinite(tensor)).all():
             fix = "The weights are damaged, or the training diverged: take an earlier version of the model."
             raise UserError(f"the tensor {name!r} holds values that are not finite", where=where, fix=fix)
         self._last = name, tensor
