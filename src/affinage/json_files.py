@@ -1,6 +1,7 @@
 """JSON files: ours are either whole or absent, whatever moment the process is killed at; others' hold whatever."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"this is not a JSON object but a {type(value).__name__}", where=str(path))
     return value
+
+
+def finite(value: Any) -> float | None:
+    """A number as a finite float, or None for anything else."""
+    try:
+        return float(value) if math.isfinite(float(value)) else None
+    except (TypeError, ValueError):
+        return None
 
 
 def encodable(text: str) -> str:

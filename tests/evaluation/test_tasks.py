@@ -90,6 +90,7 @@ def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path
     assert not (tmp_path / "sprung").exists()
 
 
+GENERATES = {"output_type": "generate_until", "doc_to_choice": None, "metric_list": [{"metric": "exact_match"}]}
 SUMS = [{"question": f"one {n}", "choices": ["a", "b"], "right": n % 2} for n in range(6)]
 
 
@@ -112,8 +113,15 @@ def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
         ({}, {"doc_to_text": "{{no_such}}"}, "no_such"),
         ({}, {"doc_to_text": "{{ question"}, "mine"),
         ({}, {"doc_to_choice": "{{ question }}"}, "mine"),
-        ({}, {"metric_list": [{"metric": "accc"}]}, "accc"),
         ({}, {"metric_list": ["acc"]}, "acc"),
+        ({}, {"metric_list": []}, "metric_list"),
+        *[({}, {"metric_list": [{"metric": name}]}, name) for name in ("accc", "perplexity", "bleu", "likelihood")],
+        ({}, {"metric_list": [{"metric": "acc", "aggregation": "no_such"}]}, "acc"),
+        ({}, {"output_type": None}, "generate_until"),
+        ({}, GENERATES | {"generation_kwargs": {"until": 3}}, "generation_kwargs"),
+        ({}, GENERATES | {"filter_list": [{"name": "x", "filter": [{"function": "take_first_k"}]}]}, "filter_list"),
+        *[({}, {key: wrong}, key) for key, wrong in (("group", "x"), ("num_fewshot", 2.0), ("num_fewshot", -1))],
+        ({}, {"task": "../up"}, "../up"),
         ({}, {"no_such_key": 1}, "no_such_key"),
         ({}, {"test_split": "absent"}, "absent"),
         ({}, {"output_type": "no_such"}, "no_such"),
@@ -150,7 +158,7 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
     ]
     asked = {"doc_to_text": "Q: {{question}}\nA:", "doc_to_choice": "{{options.text}}"}
     write_task(tmp_path, "capitals", items, **asked)
-    answered = {"doc_to_choice": None, "doc_to_target": "{{options.text[right]}}", "output_type": "generate_until"}
+    answered = GENERATES | {"doc_to_target": "{{options.text[right]}}"}
     write_task(tmp_path, "chat", items, **asked | answered)
     with quiet():
         found = list(items_of(load_tasks(find_tasks([str(tmp_path)])[0])))

@@ -1,6 +1,7 @@
 """lm-evaluation-harness by its public interface: tasks are loaded and checked, templates sandboxed, answers cached."""
 
 import io
+import itertools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.api.model import LM, CachingLM
 from lm_eval.api.registry import metric_registry
 from lm_eval.api.task import ConfigurableTask, Task
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from sqlitedict import SqliteDict
 
@@ -81,11 +83,14 @@ def load_tasks(
                 huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=5)  # is it there at all?
             # A name alone, a whole configuration, or in a group what overrides the data of the harness's own task.
             whole: Any = name if len(spec) == 1 else spec if is_own else {"group": "of this machine", "task": [spec]}
-            for own_name, made in manager.load([whole])["tasks"].items():
+            if not (tasks_made := manager.load([whole])["tasks"]):
+                raise UserError(f"`{name}` is a group, without tasks of its own", fix="Leave out `group`.")
+            for own_name, made in tasks_made.items():
                 if isinstance(made, ConfigurableTask):
                     _set_examples(made, num_fewshot if num_fewshot is not None else (shots_of or {}).get(own_name))
                 if is_own:
                     _check_items(made)
+                    _check_scores(made)
                 loaded[own_name] = made
         except UserError as error:
             error.where = error.where or where
@@ -104,10 +109,7 @@ def load_tasks(
 
 
 def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskManager:
-    """Return the harness's index of no more tasks than these names need; to index all 13,000 files takes seconds.
-
-    Raises UserError for a name that neither we nor the harness have.
-    """
+    """Return the harness's index of no more tasks than these names need: all take seconds. UserError: unknown names."""
     if all(name in BENCHMARKS for name in names):
         folders = sorted({str((DEFINITIONS / BENCHMARKS[name]["definition"]).parent) for name in names})
         return TaskManager(include_path=folders, include_defaults=False)
@@ -136,6 +138,8 @@ def _set_examples(task: ConfigurableTask, num_fewshot: int | None) -> None:
     config, examples = task.config, task.fewshot_cfg
     if config.num_fewshot is None or (num_fewshot is not None and config.num_fewshot != 0):
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
+    if type(config.num_fewshot) is not int or config.num_fewshot < 0:
+        raise UserError(f"`num_fewshot: {config.num_fewshot}` is no number of examples", fix="Write 0 or more.")
     task.set_fewshot_seed(seed=1234)  # the harness's own default
     if examples.samples is not None:  # they are written in the task file
         return
@@ -174,6 +178,30 @@ def _check_items(task: Task) -> None:
         except Exception as error:  # also of its templates
             fix = f"Mend the item in the data of {task.config.task}, or the task file."
             raise UserError(f"item {number} cannot be scored: {first_line(error)}", fix=fix) from error
+
+
+def _check_scores(task: ConfigurableTask) -> None:
+    """Raise UserError for filters and metrics that cannot be computed, by those of made-up answers to a few items."""
+    task.build_all_requests(limit=20, rank=0, world_size=1)
+    task.set_fewshot_seed(seed=1234)
+    made_up: Any = {"loglikelihood_rolling": -1.0, "generate_until": "1"}.get(task.OUTPUT_TYPE, (-1.0, True))
+    scores, wrong = list[Mapping[str, Any]](), "filter_list"
+    try:
+        for request in task.instances:
+            request.resps = [made_up] * task.config.repeats
+        task.apply_filters()
+        for of_item in (list(group) for _, group in itertools.groupby(task.instances, lambda each: each.doc_id)):
+            answers = ([each.filtered_resps[name] for each in of_item] for name in of_item[0].filtered_resps)
+            scores += [task.process_results(of_item[0].doc, each) for each in answers]
+        metrics = [each["metric"] for each in task.config.metric_list or ()] or [*scores[0]]
+        for wrong in metrics or ["metric_list"]:
+            task.aggregation()[wrong]([each[wrong] for each in scores])
+        if task.OUTPUT_TYPE == "generate_until":
+            wrong, told = "generation_kwargs", normalize_gen_kwargs(dict(task.config.generation_kwargs or {}), 1)
+            "".join(handle_stop_sequences(told.get("until"), eos=None)) + str(int(told["max_gen_toks"]))
+    except Exception as error:  # of the harness and its libraries
+        what = f"`{wrong}` cannot be computed of answers of `{task.OUTPUT_TYPE}`: {type(error).__name__}"
+        raise UserError(f"{what}: {first_line(error)}", fix="Name one that fits the `output_type`.") from error
 
 
 @contextmanager

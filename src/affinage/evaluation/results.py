@@ -18,7 +18,7 @@ from affinage.data.decontaminate import BenchmarkItem, Contamination
 from affinage.data.tokenizer import FILE
 from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
-from affinage.json_files import write_atomically, write_json
+from affinage.json_files import finite, write_atomically, write_json
 from affinage.results import read_json
 
 RESULTS = "results.json"
@@ -40,8 +40,7 @@ def result_of(
 ) -> dict[str, Any]:
     """Return the harness's results of a task as {metrics: {metric: {value, stderr}}, items, num_fewshot, version, ...}.
 
-    `chance` is what guessing scores, if known, and `truncated` the number of items with a request that `exceeds` the
-    context.
+    `chance` is what guessing scores, if known; `truncated` counts the items with a request that `exceeds` the context.
     """
     scores, metrics, samples = raw["results"][name], {}, raw["samples"][name]
     for key, value in scores.items():
@@ -77,14 +76,6 @@ def line_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     return line
 
 
-def finite(value: Any) -> float | None:
-    """Return a finite float, or None for what the harness calls "N/A"."""
-    try:
-        return float(value) if math.isfinite(float(value)) else None
-    except (TypeError, ValueError):
-        return None
-
-
 def fingerprint(model: LoadedModel) -> str:
     """Return a hash of a model: graph, precision, context, checksums of all weights, tokenizer, template, prompt."""
     tokenizer = model.tokenizer
@@ -95,10 +86,7 @@ def fingerprint(model: LoadedModel) -> str:
 
 
 def write_results(results: Mapping[str, Any], lines: Lines, folder: Path) -> None:
-    """Write results and the lines of each task's items, beside those of other tasks of the same model.
-
-    What the folder has of a model with another fingerprint is removed first, whenever it is killed.
-    """
+    """Write results and lines of items beside those of other tasks; what is there of another model is removed first."""
     earlier = read_json(folder / RESULTS)
     if earlier.get("fingerprint") != results["fingerprint"]:
         earlier = {}
@@ -120,9 +108,9 @@ def write_results(results: Mapping[str, Any], lines: Lines, folder: Path) -> Non
 def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Samples) -> dict[str, Any]:
     """Return which items of the evaluated ones were found in the training text, and the scores of the others.
 
-    `seen` is of all items of the `tasks`, {task: {metrics: {metric: {value, stderr}}}}. Returns {texts: number of them,
-    ngram, tasks: {task: {items, found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common:
-    found in more texts than count as a match. Metrics that are not a mean over items are left out.
+    `seen` is of all items of the `tasks`, {task: {metrics: {metric: {value, stderr}}}}. Returns {texts: their number,
+    ngram, tasks: {task: {items, found: [numbers], common: [numbers: in more texts than count as a match], without:
+    {metric: {value, stderr}}}}}, without metrics that are no mean over items.
     """
     entries = {}
     for name in samples.keys() & seen.benchmarks:
@@ -150,9 +138,8 @@ def contamination_of(seen: Contamination, tasks: Mapping[str, Any], samples: Sam
 class Difference:
     """Score of `b` minus score of `a`, over the items that both have.
 
-    The 95 % interval is Student's of the mean of paired differences. `p` is the probability of such a difference
-    between equal models: by the exact sign test if all differences are of one size, as of right and wrong answers
-    (McNemar's), else by the t test.
+    The 95 % interval is Student's of the mean of paired differences. `p` is the probability of such a difference by
+    chance: by the exact sign test if all differences are of one size (McNemar's), else by the t test.
     """
 
     task: str
@@ -171,10 +158,7 @@ class Difference:
 
 
 def read_answers(folder: Path) -> Answers:
-    """Return what an evaluation wrote into `items/TASK.jsonl` of a folder.
-
-    Raises UserError if there are no such files, or a file is damaged.
-    """
+    """Return what an evaluation wrote into `items/TASK.jsonl` of a folder. UserError: no file, or a damaged one."""
     answers: Answers = {}
     for file in sorted((folder / ITEMS).glob("*.jsonl")):
         try:

@@ -35,10 +35,9 @@ _MAX_NEW_TOKENS = 64  # of tasks that state none
 class JaxLM(TemplateLM):
     """Scores and generates for the harness.
 
-    Every text begins with <s>, as every document did in training; the `hf` backend does the same with
-    `add_bos_token=True`. Raw text never becomes a control token; in a text that `apply_chat_template` made, the
-    template's control tokens are, and those that a message spells are not. `batch` rows of the model's context are
-    computed at once.
+    Every text begins with <s>, as documents in training and texts of the `hf` backend with `add_bos_token=True` do. Raw
+    text never becomes a control token; what `apply_chat_template` made has those of the template, and none that a
+    message spells. `batch` rows of the model's context are computed at once.
     """
 
     eot_token_id = prefix_token_id = max_length = 0  # of the harness's interface, as is the name
@@ -197,10 +196,8 @@ def evaluate(
     """Return the scores of a model on the `tasks` (names for `find_tasks`), with standard errors.
 
     Hosts that work together all call it with the same tasks and the same model, sharded over the devices of all. Each
-    gets the scores; the first one alone searches the training text and has the file `keep`.
-
-    Raises UserError for tasks that cannot be found or scored, and for a model without a chat template that
-    `apply_chat_template` wants.
+    gets the scores; the first one alone searches the training text and has the file `keep`. Raises UserError for tasks
+    that cannot be found or scored, and for a model without a chat template that `apply_chat_template` wants.
     """
     if apply_chat_template is True and not has_chat_template(model):
         fix = "Evaluate a model that was trained to chat, or set it to `auto` or `false`."

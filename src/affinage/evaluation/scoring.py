@@ -87,8 +87,7 @@ class PrefixGroup:
 def find_groups(rows: Sequence[Row], most: int) -> list[PrefixGroup]:
     """Return every row in one group, joined with others that begin alike.
 
-    None grows longer than `most` tokens, nor than twice the longest row, or 256 if rows are short; with 0 for `most`,
-    every row is by itself.
+    None grows beyond `most` tokens, twice the longest row, or 256 if rows are short; with 0 every row is by itself.
     """
     most = min(most, max(_ROOM, 2 * max((len(row.tokens) for row in rows), default=0)))
     groups: list[PrefixGroup] = []

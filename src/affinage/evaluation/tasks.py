@@ -1,7 +1,7 @@
 """Which tasks a name stands for: lm-evaluation-harness's own, benchmarks over items on this machine, or task files.
 
-benchmarks.yaml lists those that have names here. Their definitions are the harness's; their items come from the Hub, or
-from a folder of JSON Lines in which a row is as in the Hub's dataset, or in another form.
+Those that have names here are in benchmarks.yaml: the harness's definitions over items of the Hub, or over a folder of
+JSON Lines in the form of the Hub's dataset or another.
 """
 
 import gzip
@@ -58,7 +58,7 @@ def is_offline(task: Mapping[str, Any]) -> bool:
 def is_chat(task: Mapping[str, Any]) -> bool:
     """Return whether it is for chat models: a task file that generates text or has the tag `chat`."""
     tags = task.get("tag") or []
-    tagged = "chat" in ([tags] if isinstance(tags, str) else tags)
+    tagged = "chat" in (tags if isinstance(tags, list) else [tags])
     return not is_offline(task) and (tagged or task.get("output_type") == "generate_until")
 
 
@@ -74,9 +74,8 @@ def find_tasks(names: Sequence[str], data_dir: Folder = None, world: Folder = No
     A name is one of our groups (`julian`, `french`), the pocket world (all task files in `tasks/` of its folder
     `world`) or one of its benchmarks, the path of a YAML file or of a folder of them, or else a task, group or tag of
     lm-evaluation-harness, which is returned as {"task": name}. With a `data_dir`, benchmarks of ours are the harness's
-    definitions over the files of that folder; those of a group that it has no file of are left out.
-
-    Raises UserError for files that are missing, unreadable, or contain `!function`: nothing loaded here may run code.
+    definitions over the files of that folder; those of a group that it has no file of are left out. Raises UserError
+    for files that are missing, unreadable, or contain `!function`: nothing loaded here may run code.
     """
     items = None if data_dir is None else Path(os.path.expanduser(data_dir))
     if items is not None and not items.is_dir():
@@ -97,10 +96,7 @@ def find_tasks(names: Sequence[str], data_dir: Folder = None, world: Folder = No
 
 
 def check_names(names: Sequence[str], data_dir: Folder = None, world: Folder = None, *, where: str) -> None:
-    """Raise UserError for names that `find_tasks` refuses or the harness does not know, before a model is loaded.
-
-    The harness takes seconds to look up a name; names that are ours need it not. `where` names their origin.
-    """
+    """Raise UserError for names, from `where`, that `find_tasks` refuses or the harness, in seconds, does not find."""
     named = {task["task"] for task in find_tasks(names, data_dir, world)[0] if len(task) == 1}
     if unknown := sorted(named - BENCHMARKS.keys()):
         from affinage.evaluation.harness import quiet, task_manager
@@ -148,6 +144,8 @@ def _read_yaml(file: Path) -> Task:
 def _with_data(task: Task, file: Path) -> Task:
     """The configuration with its file, with absolute paths of data files, and with a split to evaluate."""
     try:
+        if Path(task["task"]).name != task["task"] or len(task["task"]) > 100:
+            raise ValueError("its name is no name of a file")
         made = task | {"where": str(file), "dataset_kwargs": dict(task.get("dataset_kwargs") or {})}
         is_json = task["dataset_path"] == "json"
         if "data_files" not in made["dataset_kwargs"]:
@@ -222,10 +220,7 @@ _FORMS: dict[str, tuple[str, Callable[[Task], Task]]] = {
 def read_json_lines(
     *, data_files: Mapping[str, Iterable[str]], benchmark: str = "", **_metadata: Any
 ) -> dict[str, "datasets.Dataset"]:
-    """Return the splits of a task kept as JSON Lines (plain or .gz), as the harness wants them.
-
-    The rows of a `benchmark` may have any of the forms it is known in. Raises UserError for anything else.
-    """
+    """Return the splits of JSON Lines (plain or .gz), a `benchmark`'s in any of its forms. UserError: anything else."""
     import datasets  # seconds
 
     form, splits = BENCHMARKS.get(benchmark, {}).get("form", ""), {}
@@ -252,10 +247,7 @@ def _read_rows(path: Path, form: str) -> Iterator[Task]:
 
 
 def items_of(tasks: Mapping[str, Any]) -> "Iterator[BenchmarkItem]":
-    """Yield all items of tasks, as `load_tasks` returns them, each with the texts that would give it away.
-
-    Those are every string in the item's data, and the question with its right answer. Items are numbered from 0.
-    """
+    """Yield the items of loaded tasks, by number from 0: the strings of their data, and question with right answer."""
     from affinage.data.decontaminate import BenchmarkItem, strings_in  # a moment
 
     for name, task in tasks.items():
