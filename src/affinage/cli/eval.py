@@ -180,9 +180,8 @@ def compare(
         facts["page"] = str(html)
     shown = [row | {"summary": None, "scores": None} for row in facts["runs"]]
     settings = [{"setting": row["key"], **dict(zip(names, map(brief, row["values"])))} for row in facts["settings"]]
-    notes = facts["notes"]
-    if len(facts["differences"]) > 5:
-        notes = [*notes, "With 95 % intervals, about 1 in 20 null differences looks significant."]
+    hint = "With 95 % intervals, about 1 in 20 null differences looks significant."
+    notes = facts["notes"] + ([hint] if len(facts["differences"]) > 5 else [])
     emit(facts, as_json, described(facts | {"runs": shown, "settings": settings, "notes": notes}))
 
 

@@ -139,6 +139,8 @@ def serve(
 ) -> None:
     """Serve a model over OpenAI's interface (/v1/chat/completions, /v1/completions), with a page to talk with it.
 
+    A request without `temperature` draws at 1, as OpenAI's do; `chat` and `generate` take the likeliest token.
+
     Example: affinage serve quickstart --port 8000
     """
     # It is no argument, which every user of the machine could read.
