@@ -1,5 +1,4 @@
-"""Collecting: every kind of file gives its documents, bad input gives a message or a counted skip, and a run that was
-interrupted goes on."""
+"""Collecting: every kind of file gives its documents, bad input gives a message or a counted skip."""
 
 import bz2
 import gzip
@@ -147,9 +146,9 @@ def test_an_unusable_source_is_one_message(tmp_path, name, content, told):
     assert refused(run, tmp_path, "nosuch://bucket/a.jsonl").where == "data.sources[0]"
 
 
-@pytest.mark.parametrize(("suffix", "cut", "least"), [(".gz", 8, 5), (".xz", 4, 5), (".gz", 5_000, 100)])
-def test_what_stands_before_the_end_of_a_truncated_file_is_kept(tmp_path, suffix, cut, least):
-    count = 5 if least == 5 else 5_000
+@pytest.mark.parametrize(("suffix", "cut"), [(".gz", 8), (".xz", 4), (".bz2", 4), (".gz", 5_000), (".zst", 5_000)])
+def test_what_stands_before_the_end_of_a_truncated_file_is_kept(tmp_path, suffix, cut):
+    count, least = (5, 5) if cut < 10 else (5_000, 100)
     whole = COMPRESS[suffix](jsonl([{"text": f"text {i} of many {i * 7919}"} for i in range(count)]) + b" " * 40)
     (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[:-cut])
     summary, rows = run(tmp_path, str(tmp_path / f"a.jsonl{suffix}"), on_error="skip")

@@ -14,7 +14,7 @@ from affinage.config.training import SftSettings
 from affinage.data.conversations import check_source, open_source, parse_pair, read_examples
 from affinage.errors import UserError, UserWarned
 from run_affinage import refused
-from source_forms import write_files, write_lines
+from source_forms import write_lines
 
 QUESTION, ANSWER, WORSE = ({"role": role, "content": text} for role, text in
                            (("user", "q"), ("assistant", "a"), ("assistant", "b")))  # fmt: skip
@@ -48,7 +48,7 @@ READ = [
     ({"messages": [{"role": "developer", "content": "x"}, *TALK]}, [SYSTEM, *TALK]),
     ({"system_prompt": "x", "prompt": "q", "response": "a"}, [SYSTEM, *TALK]),
     *(({"messages": [QUESTION, {**ANSWER, **flag}]}, [QUESTION, {**ANSWER, "train": False}])
-      for flag in ({"weight": 0}, {"train": False})),
+      for flag in ({"weight": 0}, {"train": False}, {"loss": 0.0}, {"training": "false"})),
     ({"instruction": "Put.", "input": "cafe\u0301\r\nriver", "output": "a"},
      [{"role": "user", "content": "Put.\n\ncafé\nriver"}, ANSWER]),
     *(({"messages": [QUESTION, {**ANSWER, key: "cafe\u0301\r\n"}]},
@@ -65,8 +65,8 @@ def test_published_forms_are_read_and_their_text_is_normalized(tmp_path: Path):
 def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Path):
     talks = [[{**QUESTION, "content": f"q{i}"}, ANSWER] for i in range(3)]
     lines = "".join(json.dumps({"id": i, "messages": talk}) + "\n" for i, talk in enumerate(talks)).encode()
-    packed = {"b.jsonl.gz": gzip.compress(lines), "c.jsonl.zst": zstandard.compress(lines)}
-    write_files(tmp_path, {"a.jsonl": lines} | packed)
+    for name, compress in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress), ("c.jsonl.zst", zstandard.compress)):
+        (tmp_path / name).write_bytes(compress(lines))
     pq.write_table(pa.table({"messages": talks}), tmp_path / "d.parquet")
     (tmp_path / "e.json").write_text("[]")
     with pytest.warns(UserWarned, match=r"e\.json"):
@@ -121,6 +121,7 @@ PAIRS = [
     {"prompt": "q", "chosen": "a", "rejected": "b"},
     {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [WORSE]},
     {"prompt": "q", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WORSE]},  # they begin with it
+    {"prompt": "q", "chosen": [QUESTION, ANSWER], "rejected": "b"},
     {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WORSE]},
     {"prompt": " q\n", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WORSE]},  # with white space around it
     {"instruction": "q", "input": "", "output": "x", "chosen": "a", "rejected": "b"},
@@ -137,6 +138,7 @@ def test_pairs_of_published_forms_are_read(item: dict):
     pair = parse_pair(item | {"system": "x"}, "")
     system = {**SYSTEM, "train": False}
     assert (pair.talks, pair.prompt) == ([[system, asked, ANSWER], [system, asked, WORSE]], 2)
+    assert "prompt" not in item or parse_pair(item | {"prompt": [SYSTEM, QUESTION]}, "") == pair
 
 
 @pytest.mark.parametrize("rest", [{"prompt": "q"}, {"prompt": "q", "rejected": None}, {"rejected": "b"}], ids=str)

@@ -1,5 +1,4 @@
-"""Items of benchmarks found in documents and in packed rows, against looking for them word by word, and what happens to
-the documents that have them."""
+"""Items of benchmarks found in documents and in packed rows, against looking for them word by word."""
 
 import random
 import unicodedata
@@ -143,7 +142,7 @@ HARBOUR = "The committee decided on Thursday that the old harbour would be rebui
 WRITTEN = [
     "> The committee decided on Thursday that\n> the old harbour would be rebuilt\n> before the winter storms.",
     "The committee decided | on Thursday | that the old harbour | would be rebuilt before the winter storms.",
-    "The committee <b>decided</b> on Thursday<br>that the <a href='x'>old</a> harbour would be rebuilt "
+    "The committee <b>decided</b> on Thursday<br>that the <a href='x'>old</a>&nbsp;harbour&quot; would be rebuilt "
     "before the winter storms.",
     "The committee + decided = on $ Thursday that the old harbour would be rebuilt before the winter storms.",
 ]

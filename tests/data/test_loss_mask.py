@@ -106,6 +106,7 @@ def test_an_answer_is_trained_only_where_the_text_has_it_as_it_was_said():
     first, second, thought = (each["content"] + "<|im_end|>" for each in (PLAIN[1], PLAIN[3], forms.THOUGHTFUL[1]))
     assert trained_text(*encode_conversation(talk, tokenizer, ""), tokenizer) == first + second
     assert trained_text(*encode_conversation(talk[:4], tokenizer, ""), tokenizer) == first + thought
+    assert trained_text(*encode_conversation(talk[1:4], tokenizer, ""), tokenizer) == thought  # none asks for `first`
 
 
 PLAINLY = ("llama3", "qwen2_5_training", "qwen3_training", "phi3_training", "zephyr")

@@ -71,6 +71,7 @@ def test_a_vocabulary_that_cannot_be_is_refused_with_one_that_can(tmp_path: Path
     settings = TokenizerSettings(vocab_size=vocabulary, character_coverage=1)
     mistake = refused(train_tokenizer, tmp_path, tmp_path / "out", settings, ("en",), 0)
     assert mistake.where == "tokenizer.vocab_size" and re.search(advice, mistake.what)
+    refused(train_tokenizer, split_of(tmp_path / "few", ["a b"]), tmp_path, settings, ("en",), 0, match="too few words")
     for kind in ("bpe", "char"):
         no_text = split_of(tmp_path / kind, [])
         refused(train_tokenizer, no_text, tmp_path, TokenizerSettings(kind=kind), ("en",), seed=0)

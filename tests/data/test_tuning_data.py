@@ -221,3 +221,4 @@ def test_long_pairs_are_cut_on_both_sides_or_left_out_as_identical_ones_are(bpe:
     assert any("<|im_start|>user\nq<|im_end|>" in text and "a<|im_end|>⟧" in text for _, text in shown)
     dropped = prepare(tmp_path, tokenizer, [long, {**pair, "rejected": "a"}, pair], pairs=True, truncation="drop")
     assert (dropped["dropped"], dropped["identical"], dropped["train"]["conversations"]) == (2, 1, 1)
+    refused(prepare, tmp_path, tokenizer, [{**pair, "rejected": "a"}], pairs=True, match="1 are pairs of equal answers")

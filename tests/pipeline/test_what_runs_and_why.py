@@ -1,5 +1,4 @@
-"""What is complete is left alone, what runs again has a reason, and only settings that decide are in a key; what cannot
-be is refused before the first step; and when documents are cleared of which benchmarks."""
+"""What is complete is left alone, what runs again has a reason, and what cannot be is refused before the first step."""
 
 import os
 import shutil

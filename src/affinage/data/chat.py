@@ -180,7 +180,7 @@ class ChatTemplate:
     def _answers_by_prefixes(self, messages: Talk, trained: Sequence[int], text: str) -> list[Span]:
         """Return the answers of a conversation, which is rendered up to each of them and after it."""
         spans: list[Span] = []
-        for number in trained:
+        for number in filter(None, trained):  # nothing asks for an answer that begins a conversation
             prompt = self.render(messages[:number], add_generation_prompt=True)
             whole = text if number + 1 == len(messages) else self.render(messages[: number + 1])
             if not whole.startswith(prompt):
@@ -281,9 +281,8 @@ def is_trained(message: Message) -> bool:
 def encode_document(messages: Talk, tokenizer: "Tokenizer", system_prompt: str) -> Encoded:
     """Return a conversation as a document that sees no other one in its row; see `encode_conversation`."""
     tokens, trained = encode_conversation(messages, tokenizer, system_prompt)
-    if tokenizer.fixed_ids and tokenizer.template is None:
-        return tokens, trained
-    return [*tokens, tokenizer.conversation_marks.end], [*trained, False]  # it need not begin with an id of its own
+    own = tokenizer.fixed_ids and tokenizer.template is None  # others need not begin with an id of their own
+    return (tokens, trained) if own else ([*tokens, tokenizer.conversation_marks.end], [*trained, False])
 
 
 def encode_prompt(messages: Talk, tokenizer: "Tokenizer", system_prompt: str) -> list[int]:

@@ -27,6 +27,8 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": 
 _MESSAGES = ("messages", "conversations", "conversation")
 _QUESTIONS, _ANSWERS = ("prompt", "question", *_MESSAGES), ("completion", "output", "response", "answer")
 _REASONINGS = (REASONING, "thinking", "reasoning")  # of a message; the first one that is not empty counts
+# An answer is not to be learned that OpenAI and Mistral write with `weight: 0`, axolotl and ms-swift with one of these.
+_LEARNED, _NOT = ("weight", "train", "training", "loss"), (0, "0", "false", "False")
 
 Item = Mapping[str, Any]  # a line of a file, or the row of a table
 
@@ -71,12 +73,15 @@ def parse_pair(item: Item, id: str) -> Example:
     """Return the pair of a line. Raises UserError for a line that is none."""
     if not {"chosen", "rejected"} <= item.keys():
         raise UserError(f"this line has {sorted(item)}, which is no pair", fix=_PAIR)
-    chosen, rejected = ([_message(each) for each in _turns(item[key], "assistant")] for key in ("chosen", "rejected"))
+    asked = [_message(each) for each in _question(item)]
+    sides = [[_message(each) for each in _turns(item[key], "assistant")] for key in ("chosen", "rejected")]
+    # Each may begin with all or the end of the prompt that stands beside it, both with all of it in another form.
+    held = [max((n for n in range(len(asked) + 1) if n and side[:n] == asked[-n:]), default=0) for side in sides]
+    chosen, rejected = (side[count:] for side, count in zip(sides, held))
     same = 0  # messages that both begin with, without what the assistant says last
     while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
         same += 1
-    whole = same > 0 and chosen[0]["role"] != "assistant"  # they hold the prompt, which may stand beside them as well
-    prompt = [*([] if whole else map(_message, _question(item))), *chosen[:same]]
+    prompt = [*([] if same and chosen[0]["role"] != "assistant" else asked), *chosen[:same]]
     if not prompt:
         raise UserError("a pair without a prompt", fix=_PAIR)
     prompt = [{**message, "train": False} for message in _with_system(prompt, item)]
@@ -118,13 +123,9 @@ def _message(message: Any) -> Message:
         raise UserError(f"a message has {call}, and calls of tools are not trained", fix=fix)
     role = message.get("role", message.get("from"))
     parsed = {"role": _ROLES.get(str(role), role), "content": _text(message.get("content", message.get("value")))}
-    thoughts = [message[key] for key in _REASONINGS if message.get(key) is not None]
-    if thoughts:
+    if thoughts := [message[key] for key in _REASONINGS if message.get(key) is not None]:
         parsed[REASONING] = _text(next(filter(None, thoughts), ""))
-    # OpenAI and Mistral write `weight: 0`, axolotl `train: false`, for an answer that is not to be learned.
-    if message.get("weight") == 0 or message.get("train") is False:
-        parsed["train"] = False
-    return parsed
+    return parsed | ({"train": False} if any(message.get(key) in _NOT for key in _LEARNED) else {})
 
 
 def _text(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A match is a run of `n_grams` words of an item, or a shorter item whole. Runs that more than `BOILERPLATE` items of a
 benchmark, or texts, have in common are no match. A word is a run of letters, numbers and marks, with case folded and
-accents kept, or an ideograph; all else separates words, as do HTML tags. Texts are repaired on both sides.
+accents kept, or an ideograph; all else separates words, as do HTML tags and entities. Texts are repaired on both sides.
 """
 
 import json

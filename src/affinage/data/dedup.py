@@ -40,7 +40,7 @@ _PRIME = np.uint64(0x9E3779B97F4A7C15)  # the golden ratio's, odd
 _SPACE = np.uint64(0xD6E8FEB86659FD93)
 _MASK = np.uint32(0xFFFFFF)
 _NONE = np.uint64(0xFFFFFFFFFFFFFFFF)  # no hash
-_TAG_BYTES = 200  # of an HTML tag, at most
+_TAG_BYTES, _ENTITY_BYTES = 200, 10  # of HTML, at most
 
 
 # ---- words ----
@@ -57,14 +57,14 @@ def mix(x: np.uint64) -> np.uint64:
 
 
 @kernel
-def _tag_end(data: Array, i: np.int64, end: np.int64) -> np.int64:
-    """Where the HTML tag that begins at byte `i` ends, or `i` if none does."""
-    if i + 2 >= end or not 0x61 <= data[i + 1 + (data[i + 1] == 0x2F)] | 0x20 <= 0x7A:
-        return i
-    for k in range(i + 1, min(end, i + _TAG_BYTES)):
-        if data[k] == 0x3E:
+def _html_end(data: Array, i: np.int64, end: np.int64) -> np.int64:
+    """Where the HTML tag or entity (`&#39;`) that begins at byte `i` ends, or `i` if none does."""
+    entity = data[i] == 0x26
+    tag = data[i] == 0x3C and i + 2 < end and 0x61 <= data[i + 1 + (data[i + 1] == 0x2F)] | 0x20 <= 0x7A
+    for k in range(i + 1, min(end, i + _ENTITY_BYTES * entity + _TAG_BYTES * tag)):
+        if data[k] == (0x3B if entity else 0x3E):
             return np.int64(k + 1)
-        if data[k] == 0x3C or data[k] == 0x0A:
+        if data[k] == 0x3C or data[k] == 0x0A or (entity and data[k] == 0x20):
             break
     return i
 
@@ -74,7 +74,7 @@ def hash_words(data, offsets, text, table, words, places):  # type: ignore[no-un
     """Write hashes of the words of a text to `words`; return how many, and a hash of the whole text.
 
     The latter is of the text in lower case with every run of white space as one space. With `places` (int64 [words, 2],
-    or None), which receive the first and last + 1 byte of every word in the text, HTML tags separate words.
+    or None), which receive the first and last + 1 byte of every word in the text, HTML separates words.
     """
     begin, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
     i, count, whole, space = begin, 0, np.uint64(0), np.uint64(0)
@@ -99,7 +99,7 @@ def hash_words(data, offsets, text, table, words, places):  # type: ignore[no-un
             i += size
         elif i < end and kind == SEPARATOR:
             whole, space = (whole ^ point ^ space) * _PRIME, np.uint64(0)
-            i = max(i + size, _tag_end(data, i, end)) if places is not None and code == 0x3C else i + size
+            i = max(i + size, _html_end(data, i, end)) if places is not None and code in (0x3C, 0x26) else i + size
     return count, mix(whole)
 
 

@@ -42,8 +42,7 @@ class DocumentWriter(contextlib.AbstractContextManager["DocumentWriter"]):
     """Writes documents to `<stem>-00000.parquet`, `<stem>-00001.parquet`, ... in a folder, in the order given.
 
     Files of the same stem, which an earlier attempt left, go first. At most one row group (`ROW_GROUP_BYTES` of text,
-    or one longer document) is held in memory. What is written is counted in `stats`. Without documents, one file
-    without rows is written.
+    or one longer document) is held in memory. What is written is counted in `stats`. There is always one file.
     """
 
     def __init__(self, folder: Path, stem: str = "documents", stats: "Stats | None" = None) -> None:

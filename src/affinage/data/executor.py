@@ -48,8 +48,7 @@ class Executor:
 
         With a folder `out` a complete task leaves `completions/<number>.json` in it with its result, which must be
         JSON, and is skipped the next time. `fn` must be importable by name, unless `threads`: for work in kernels and
-        Parquet. For less than `POOL_BYTES` of text (`bytes`) no processes are started. Raises TransientError where the
-        network keeps failing.
+        Parquet. Below `POOL_BYTES` (`bytes`) no processes are started. TransientError: the network keeps failing.
         """
         done: dict[int, Result] = {}
         missing: dict[int, tuple[Task, Path | None]] = {}

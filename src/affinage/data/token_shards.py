@@ -214,8 +214,7 @@ def _put(place: str, name: str, *parts: bytes | memoryview) -> None:
 def finish_folder(folder: Path, shards: Sequence[dict[str, Any]], marks: Marks = MARKS, **facts: Any) -> dict[str, Any]:
     """Write shards.json of a folder, last: a folder that has it is complete. Return its content.
 
-    It holds the sums of what `write_shard` counted, all files, and `facts`. With a `url` in these a copy of it goes
-    there.
+    It holds the sums of what `write_shard` counted, all files, and `facts`; a copy goes to a `url` that is in these.
     """
     sums = {key: sum(shard[key] for shard in shards) for key, count in shards[0].items() if isinstance(count, int)}
     files = {name: about for shard in shards for name, about in shard["files"].items()}

@@ -72,8 +72,7 @@ def tokenize(
     With `settings.output_path`, the tokens to train on go to `<path>/<name of folder>/train/...` instead.
     `folder` may hold what a killed call with the same arguments left: that is not written again.
     Returns counts of all and by group. Characters that the tokenizer cannot spell are counted as `unspelled`, with a
-    warning.
-    Raises UserError if there is no text to train on.
+    warning. Raises UserError if there is no text to train on.
     """
     started = time.monotonic()
     url = f"{settings.output_path.rstrip('/')}/{folder.name}" if settings.output_path else ""

@@ -1,6 +1,7 @@
 """Train a tokenizer on a sample balanced over languages, and measure how well it fits the text."""
 
 import io
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -129,6 +130,9 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
         # SentencePiece's message names a size that fits, after the condition in brackets that does not hold.
         what = f"{settings.vocab_size} pieces do not fit the training text: {str(error).rpartition('] ')[2].strip()}"
         fix = "Set another size, give more text, set tokenizer.kind to char, or lower tokenizer.character_coverage."
+        least = TokenizerSettings.model_fields["vocab_size"].metadata[0].ge
+        if (most := re.search(r"<= (\d+)", what)) and int(most[1]) < least:
+            what, fix = f"the text has too few words for {least} pieces", "Give more, or set tokenizer.kind to char."
         raise UserError(what, where="tokenizer.vocab_size", fix=fix) from error
     return model.getvalue()
 

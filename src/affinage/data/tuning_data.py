@@ -75,8 +75,7 @@ def prepare_tuning_data(
     The sides of a pair are two documents, one after the other. Which lines are sampled, limited and held out depends on
     their content and the seed. Lines that hold an item of a benchmark of `searched` are left out.
     Returns counts of all lines, of what was left out and cut of those that are `used`, and what the rows of `train` and
-    `validation` hold. Raises UserError for a line that cannot be used, unless the settings skip it, and where not one
-    token would be trained.
+    `validation` hold. Raises UserError for a line that cannot be used, unless it is skipped, and if nothing is trained.
     """
     tasks: list[TuningTask] = []
     template = None if tokenizer.template is None else tokenizer.template.source
@@ -236,14 +235,15 @@ def _finish(tasks: Sequence[TuningTask], written: Sequence[dict[str, Any]], toke
     task = tasks[0]
     if not any("train" in results for results in written):
         section = "sft" if isinstance(task.settings, SftSettings) else "dpo"
-        fix = f"{total['bad']} cannot be used ({first_bad}); {total['dropped']} have no answer within the context. "
+        fix = f"{total['bad']} cannot be used ({first_bad}); {total['identical']} are pairs of equal answers; "
+        fix += f"{total['dropped'] - total['identical']} have no answer within the context. "
         fix += f"Only what the assistant says is trained: look at the roles, or raise {section}.seq_len."
         what = f"not one token of {total['conversations']} conversations would be trained"
         what, fix = (what, fix) if total["conversations"] else ("the files have no lines", f"Write {LINES}.")
         raise UserError(what, where=f"{section}.sources", fix=fix)
     for key, text in {
         "bad": f"conversations cannot be used, the first: {first_bad}",
-        "rewritten": "answers are not trained: the chat template writes them differently once another turn follows",
+        "rewritten": "answers are not trained: nothing asks for them, or they are written differently in later turns",
         "unstopped": "answers do not end in a token that stops the model: it learns to go on after them",
         "unspelled": "characters cannot be spelled by the tokenizer: the model will not learn them",
     }.items():

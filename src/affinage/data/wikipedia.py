@@ -29,19 +29,20 @@ _DROPPED_SECTIONS = (  # those that list where to read on
     r"^\s*(references|external links|see also|further reading|notes?|bibliography|sources|citations|footnotes|annexes"
     r"|notes and references|(notes et )?références|liens externes|voir aussi|bibliographie|articles connexes)\s*$"
 )
+_TEXT = re.compile(r"\d+|texte?|fr", re.IGNORECASE)  # names of arguments that are text as those without names are
 _CENTURY = re.compile(r"-?[ivxlc]+(er|re|e|ème)? (siècle|millénaire)", re.IGNORECASE)
 # Templates that stand for words in a sentence: by name how many of the arguments are skipped, how many are words, and
 # what comes before them. Without these the meaning of the sentence would be lost. Of other templates see `_template`.
 _TEMPLATES: dict[str, tuple[int, int, str]] = {
     **dict.fromkeys("nowrap nobr citation « small abbr abréviation ill lien quote exp sup ind sub".split(), (0, 1, "")),
-    **dict.fromkeys(("lang", "langue"), (1, 1, "")),
+    **dict.fromkeys(("lang", "langue", "langx"), (1, 1, "")),
     **dict.fromkeys(("convert", "cvt"), (0, 2, "")),
     **dict.fromkeys(("date", "date-", "unité", "nombre", "date de naissance", "date de décès"), (0, 9, "")),
     **dict.fromkeys(("circa", "c."), (0, 9, "c. ")),
     **dict.fromkeys(("no", "numéro", "n°"), (0, 9, "nº ")),
     **{"o": (0, 9, "º "), "as of": (0, 9, "as of "), "m.": (0, 9, "M. "), "mme": (0, 9, "Mme "), "dr": (0, 9, "Dr ")},
     **{sign: (0, 0, sign) for sign in "er re e ème nd nde 1er 1re 2e".split()},
-    **dict.fromkeys(("snd", "spnd", "ndash", "–"), (0, 0, " – ")),
+    **dict.fromkeys(("snd", "spnd", "ndash", "–"), (0, 0, " – ")) | {"nbsp": (0, 0, "\u00a0"), "'": (0, 0, "'")},
 }
 _INLINE_CHARACTERS = 80  # an argument of an unknown template in a sentence that is no longer stands for words
 _TIDY = [  # patterns, and what takes their place
@@ -96,8 +97,7 @@ def _article(page: ElementTree.Element, wiki: str, language: str, dropped: Colle
 def wikitext_to_text(wikitext: str, dropped: Collection[str] = ("file", "image", "category")) -> str:
     """The running text of an article, paragraphs and headings apart by a blank line; "" if there is none.
 
-    Links to the namespaces `dropped` (in lower case) are no text. Sections that only list references and links are
-    left out with their headings.
+    Links to the namespaces `dropped` (in lower case) are no text, nor are sections that only list references and links.
     """
     code = mwparserfromhell.parse(wikitext)
     for section in reversed(code.get_sections(matches=_DROPPED_SECTIONS)):  # what is in another goes first
@@ -141,10 +141,10 @@ def _render(code: Wikicode | None, dropped: Collection[str]) -> str:
 
 
 def _template(node: nodes.Template, dropped: Collection[str], *, inline: bool) -> str:
-    # Of a template that is not known, within a sentence, the words are its arguments, if they have no names and are few
-    # and short; others are boxes, references and notices.
+    # Of a template that is not known, within a sentence, the words are its arguments, if they have no names but `_TEXT`
+    # and are few and short; others are boxes, references and notices.
     name = str(node.name).strip()
-    arguments = [_render(each.value, dropped).strip() for each in node.params if not each.showkey]
+    arguments = [_render(each.value, dropped).strip() for each in node.params if _TEXT.fullmatch(each.name.strip())]
     if _CENTURY.match(name):
         return name
     function, colon, argument = name.partition(":")

@@ -66,7 +66,7 @@ def _data_steps(recipe: Recipe, initial: Path | None, begun: dict[str, str]) -> 
     inputs: tuple[str, ...] = ("synthesize",) if worlds else ()
     config = {"data": _part(data, "sources", "root", "mirror", "sample", "on_error")}
     work, check = _of_data("ingest_step", data=data), _of_data("check_ingest", data=data)
-    yield step("ingest", work, config, inputs, version=5, files=_places(data), check=check)
+    yield step("ingest", work, config, inputs, version=6, files=_places(data), check=check)
     work, check = _of_data("filter_step", data=data), _of_data("check_filter", data=data)
     yield step("filter", work, {"data": _part(data, "filters", "languages")}, ("ingest",), version=5, check=check)
     last = ("filter",)
@@ -80,7 +80,7 @@ def _data_steps(recipe: Recipe, initial: Path | None, begun: dict[str, str]) -> 
     config, files = _searched(recipe)
     if config:
         work, check = (_of_data(f, settings=data.decontaminate) for f in ("decontaminate_step", "check_decontaminate"))
-        yield step("decontaminate", work, config, last, version=5, files=files, check=check)
+        yield step("decontaminate", work, config, last, version=6, files=files, check=check)
         last = ("decontaminate",)
     work = _of_data("split_step", settings=data.split, seed=recipe.seed)
     yield step("split", work, {"data": _part(data, "split"), **_part(recipe, "seed")}, last)
@@ -121,7 +121,7 @@ def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
     searched, item_files = _searched(recipe)
     work, check = (_of_data(name, section=section) for name in ("tuning_data", "check_tuning_data"))
     inputs = ("train-tokenizer", *(["synthesize"] if _is_of_world(tuning) else []))
-    how: dict[str, Any] = {"version": 9, "files": _places(tuning) + item_files, "check": check, "resumable": True}
+    how: dict[str, Any] = {"version": 10, "files": _places(tuning) + item_files, "check": check, "resumable": True}
     return Step(ROWS[section], work, config | searched, inputs, **how)
 
 
