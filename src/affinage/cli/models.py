@@ -200,7 +200,7 @@ def export(
     force: terminal.ForceOption = None,
     to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, opt("Of the weights; default: float32.")] = None,
-    license: Annotated[str | None, opt("SPDX identifier; default: the import's, or apache-2.0.")] = None,
+    license: Annotated[str | None, opt("SPDX identifier, for the card; default: the import's, or none.")] = None,
     adapter: Annotated[bool, opt("With --to: only the trained LoRA adapters, for PEFT.", "--adapter")] = False,
     base: Annotated[str | None, opt("With --adapter: the model below it, a folder or hub id.", metavar="BASE")] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
@@ -233,7 +233,8 @@ def export(
         _write_model(target, runs, to, **chosen)
     if check or check_gguf:
         _compare(target, runs, to, check, check_gguf)
-    print(f"The model is in {to}.")
+    note = "" if "\nlicense: " in (to / "README.md").read_text("utf-8") else " Its card states no license (--license)."
+    print(f"The model is in {to}.{note}")
 
 
 def _export_of_run(target: "Target", options: terminal.PipelineOptions) -> Path:
