@@ -278,10 +278,9 @@ def _write_model(target: "Target", runs: Path, to: Path, license: str | None = N
     of_run = (models.recorded(run).get("export") or {}) if run else {}
     license = license or of_run.get("license") or models.license_of(model.path)
     results = models.results_of(model.path, run) if run and model.step is None else {}
-    card = page.card_facts(facts.collect_facts(run, results), license) if run and results else folder.CardFacts(license)
-    card = replace(card, tuned=models.is_tuned(model.path))  # also while it is being trained
-    if state and (state["step"] != state["steps"] or model.step is not None):
-        card = replace(card, training={**card.training, "Checkpoint": terminal.describe(state)})
+    at = state if state and (state["step"] != state["steps"] or model.step is not None) else None
+    card = page.card_facts(facts.collect_facts(run or model.path, results), license, at=at)
+    card = replace(card, tuned=models.is_tuned(model.path), command=card.command if results else "")
     # The name of the model may be a path, and a card does not show this machine's folders.
     name = model.path.name if Path(model.name).is_absolute() else model.name
     loaded = replace(opening.open_model(model, runs), name=name)
