@@ -74,8 +74,10 @@ def test_a_model_is_said_to_be_at_its_step(affinage, answer):
     card = Path("out/README.md").read_text()
     assert "pretrain, step 18 of 20" in card and str(Path.cwd()) not in card
     (RUN / "sft" / MANIFEST).unlink()
-    assert affinage("export", "quickstart/sft", "--to", "tuned")[0] == 0
-    assert "answer in conversations" in Path("tuned/README.md").read_text()
+    (RUN / "recipe.json").write_text((RUN / "recipe.json").read_text().replace('"language": "en"', '"language": "fr"'))
+    assert affinage("export", "quickstart/sft@4", "--to", "tuned")[0] == 0
+    card = Path("tuned/README.md").read_text()
+    assert "répondre dans des conversations" in card and "| Point de reprise | quickstart/sft, pas 4 sur 5 |" in card
 
 
 def test_set_and_force_work_the_second_time_as_the_first(affinage, answer):

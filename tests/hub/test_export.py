@@ -51,13 +51,14 @@ def exported(tmp_path_factory):
     return model, folder
 
 
-def test_transformers_gives_the_same_tokens_and_logits(exported):
+def test_transformers_gives_the_same_tokens_and_logits(exported, capsys):
     model, folder = exported
     settings, of_tokenizer = (read_json(folder / f"{name}_config.json") for name in ("generation", "tokenizer"))
     assert settings["eos_token_id"] == [3, 7] and settings["pad_token_id"] == 0
     assert of_tokenizer["add_prefix_space"] is False  # for llama.cpp
     assert "You are a helpful assistant." in of_tokenizer["chat_template"]
     report = verify(folder, model, TEXTS)
+    assert capsys.readouterr() == ("", ""), "it prints nothing, and shows no bar"
     assert report["largest_logit_difference"] <= 1e-4
     assert report["texts"] == len(TEXTS) and report["conversations"] == 3 and report["token_sequences"] > 10
 

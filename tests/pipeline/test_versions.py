@@ -39,7 +39,7 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "evaluate-base": (5, "f91c3f9a057483cc", 0.36981),
     "evaluate-sft": (5, "a061a8b693036f7c", 0.33348),
     "evaluate-dpo": (5, "949c78b6d1649071", 0.33348),
-    "export": (5, "1d9dce12f21a5b77", 0.94481),
+    "export": (6, "1d9dce12f21a5b77", 0.94481),
     "report": (4, "f04237ec5f2be45c", 0.0),
 }
 

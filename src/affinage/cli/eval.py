@@ -56,16 +56,15 @@ def evaluate(
     if whole and all(value is None for value in (mesh, max_model_len, *settings.values())):
         options = terminal.PipelineOptions(overrides, runs, force, as_json=as_json)
         results = _evaluate_run(target, options)
-        steps = results["evaluations"]
-        view = [part for step in steps for part in (f"\n{results['folder']}/{step}", *_view(steps[step]))]
+        view = [part for step, each in results["evaluations"].items() for part in ("\n" + step, *_view(each))]
     elif overrides or force:
         fix = "Use the options of `eval`, such as --tasks and --limit, or name the run alone."
         raise UserError("--set and --force are for a whole run and its recipe's benchmarks", where=model, fix=fix)
     else:
         results = _evaluate_model(target, runs, mesh, max_model_len, settings)
-        view = [*_view(results), f"\nresults  {results['folder']}"]
+        view = [*_view(results)]
     if is_first():
-        emit(results, as_json, view)
+        emit(results, as_json, [*view, f"\nresults  {results['folder']}"])
 
 
 def _evaluate_run(target: "Target", options: terminal.PipelineOptions) -> dict[str, Any]:
@@ -180,9 +179,8 @@ def compare(
         facts["page"] = str(html)
     shown = [row | {"summary": None, "scores": None} for row in facts["runs"]]
     settings = [{"setting": row["key"], **dict(zip(names, map(brief, row["values"])))} for row in facts["settings"]]
-    notes = facts["notes"]
-    if len(facts["differences"]) > 5:
-        notes = [*notes, "With 95 % intervals, about 1 in 20 null differences looks significant."]
+    hint = "With 95 % intervals, about 1 in 20 null differences looks significant."
+    notes = facts["notes"] + ([hint] if len(facts["differences"]) > 5 else [])
     emit(facts, as_json, described(facts | {"runs": shown, "settings": settings, "notes": notes}))
 
 

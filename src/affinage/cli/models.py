@@ -139,6 +139,8 @@ def serve(
 ) -> None:
     """Serve a model over OpenAI's interface (/v1/chat/completions, /v1/completions), with a page to talk with it.
 
+    A request without `temperature` draws at 1, as OpenAI's do; `chat` and `generate` take the likeliest token.
+
     Example: affinage serve quickstart --port 8000
     """
     # It is no argument, which every user of the machine could read.
@@ -198,7 +200,7 @@ def export(
     force: terminal.ForceOption = None,
     to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, opt("Of the weights; default: float32.")] = None,
-    license: Annotated[str | None, opt("SPDX identifier; default: the import's, or apache-2.0.")] = None,
+    license: Annotated[str | None, opt("SPDX identifier, for the card; default: the import's, or none.")] = None,
     adapter: Annotated[bool, opt("With --to: only the trained LoRA adapters, for PEFT.", "--adapter")] = False,
     base: Annotated[str | None, opt("With --adapter: the model below it, a folder or hub id.", metavar="BASE")] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
@@ -231,7 +233,8 @@ def export(
         _write_model(target, runs, to, **chosen)
     if check or check_gguf:
         _compare(target, runs, to, check, check_gguf)
-    print(f"The model is in {to}.")
+    note = "" if "\nlicense: " in (to / "README.md").read_text("utf-8") else " Its card states no license (--license)."
+    print(f"The model is in {to}.{note}")
 
 
 def _export_of_run(target: "Target", options: terminal.PipelineOptions) -> Path:
@@ -275,10 +278,9 @@ def _write_model(target: "Target", runs: Path, to: Path, license: str | None = N
     of_run = (models.recorded(run).get("export") or {}) if run else {}
     license = license or of_run.get("license") or models.license_of(model.path)
     results = models.results_of(model.path, run) if run and model.step is None else {}
-    card = page.card_facts(facts.collect_facts(run, results), license) if run and results else folder.CardFacts(license)
-    card = replace(card, tuned=models.is_tuned(model.path))  # also while it is being trained
-    if state and (state["step"] != state["steps"] or model.step is not None):
-        card = replace(card, training={**card.training, "Checkpoint": terminal.describe(state)})
+    at = state if state and (state["step"] != state["steps"] or model.step is not None) else None
+    card = page.card_facts(facts.collect_facts(run or model.path, results), license, at=at)
+    card = replace(card, tuned=models.is_tuned(model.path), command=card.command if results else "")
     # The name of the model may be a path, and a card does not show this machine's folders.
     name = model.path.name if Path(model.name).is_absolute() else model.name
     loaded = replace(opening.open_model(model, runs), name=name)

@@ -100,8 +100,9 @@ def launch(
     if on == "local" and (address or min_processes):
         raise UserError("--address and --min-processes are for Ray", where="--on local", fix="Write --on ray.")
     if min_processes is not None and min_processes > processes:
-        fix = f"Write {processes} at most."
-        raise UserError(f"more than --processes {processes}", where=f"--min-processes {min_processes}", fix=fix)
+        raise UserError(
+            f"more than --processes {processes}", where=f"--min-processes {min_processes}", fix="Use fewer."
+        )
     loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
     from affinage.cluster.launch import WorkerGroup, start_local, supervise
     from affinage.pipeline.models import RECIPE
@@ -136,12 +137,10 @@ def world(
     from affinage.data.synthetic import write_world
 
     terminal.must_be_new(folder)
+    folder.mkdir(parents=True)
     try:
-        folder.mkdir(parents=True)
         with terminal.working("the pocket world"):
             write_world(folder, megabytes=megabytes, seed=seed)
-    except FileExistsError:  # somebody else's
-        raise
     except BaseException:  # also when it is interrupted
         shutil.rmtree(folder, ignore_errors=True)
         raise

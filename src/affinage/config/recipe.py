@@ -10,7 +10,6 @@ from affinage.config.settings import Settings
 from affinage.config.training import SYSTEM_PROMPT, DpoSettings, Mesh, ParallelSettings, PretrainSettings, SftSettings
 
 TRAININGS = ("pretrain", "sft", "dpo")
-SCRATCH_LICENSE = "apache-2.0"  # of an exported model that was trained from scratch, where no other is set
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -38,7 +37,7 @@ class ExportSettings(Settings):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights in the folder."""
     license: str | None = None
-    """SPDX identifier of the weights' license; by default that of the model in `init_from`, from scratch apache-2.0."""
+    """SPDX identifier of the weights' license; by default that of the model in `init_from`, from scratch none."""
 
 
 class ReportSettings(Settings):

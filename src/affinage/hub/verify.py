@@ -56,9 +56,12 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     try:
         import torch  # heavy, and only here
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
     except ImportError as error:
         what = f"verifying an export needs transformers and torch, and {error.name} is not installed"
         raise UserError(what, where="--verify", fix='pip install "affinage[verify]"') from error
+    disable_progress_bar()
+    set_verbosity_error()  # a text may be longer than the context
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     for token, piece in enumerate(CONTROL_PIECES if model.tokenizer.fixed_ids else ()):
         if tokenizer.convert_tokens_to_ids(piece) != token:
@@ -66,25 +69,22 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     for text in (*texts, *TRICKY_TEXTS):  # in ours, text that spells a control token is text
         _same_ids(folder, model, text, tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
     conversations = _compare_conversations(folder, tokenizer, model)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
-    )
-    theirs, loading = loaded
+    load: Any = partial(AutoModelForCausalLM.from_pretrained, folder, local_files_only=True)
+    theirs, loading = load(dtype=torch.float32, output_loading_info=True)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, loading[what])):
             raise _disagreement(folder, f"transformers has {what.replace('_', ' ')}: {', '.join(names[:5])}")
     dtype = DTYPES[json.loads((folder / "config.json").read_text())["dtype"]]
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype).astype(jnp.float32), model.params)
-    largest, tokens = 0.0, 0
+    largest = 0.0
     for text in texts:
         ids = _ids(model, text)
-        tokens += len(ids)
         with torch.no_grad():
             expected = theirs.eval()(torch.tensor([ids])).logits[0].numpy()
         largest = max(largest, _apart(folder, model, params, text, expected, TOLERANCE))
     return {
         "texts": len(texts),
-        "tokens": tokens,
+        "tokens": sum(len(_ids(model, text)) for text in texts),
         "largest_logit_difference": largest,
         "token_sequences": len(texts) + len(TRICKY_TEXTS),
         "conversations": conversations,

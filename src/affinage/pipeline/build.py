@@ -172,7 +172,7 @@ def _result_steps(recipe: Recipe, trained: list[str]) -> Iterator[Step]:
     if recipe.export is not None:
         config = _part(recipe, "name", "description", "export")
         work = _of_eval("export", settings=recipe.export)
-        yield Step("export", work, config, inputs, version=5, check=_of_eval("check_export"))
+        yield Step("export", work, config, inputs, version=6, check=_of_eval("check_export"))
 
 
 def _files_of(benchmarks: EvaluateSettings | MonitorSettings) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, packaged_recipes
-from affinage.config.recipe import SCRATCH_LICENSE
 from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.step import fingerprints
 from affinage.pipeline.store import Store, read_manifest, read_request
@@ -310,10 +309,9 @@ def is_chat(model: Path) -> bool:
 
 
 def license_of(model: Path) -> str | None:
-    """The license of a model: an import's for that and what was trained from it; None if it is not known."""
+    """The license of an import, and of what was trained from it; None if none is stated, as of a model from scratch."""
     facts = facts_of(model)
-    release = facts.get("imported", facts).get("release")
-    return SCRATCH_LICENSE if release is None and "imported" not in facts else (release or {}).get("license")
+    return (facts.get("imported", facts).get("release") or {}).get("license")
 
 
 def results_of(training: Path, run: Path) -> dict[str, Path]:

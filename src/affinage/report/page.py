@@ -115,10 +115,10 @@ def summary(facts: Facts, language: str, *, timed: bool = True) -> str:
     return render_template("summary.txt.j2", language_of(language), facts=facts, timed=timed).strip()
 
 
-def card_facts(facts: Facts, license: str | None) -> CardFacts:
+def card_facts(facts: Facts, license: str | None, *, at: Mapping[str, Any] | None = None) -> CardFacts:
     """What a run adds to the card of its last model, in the language of the report.
 
-    It holds no times: the same model has the same card.
+    It holds no times: the same model has the same card. A checkpoint is `at` {model, step, steps in all}.
     """
     t, data = language_of(facts.settings.report.get("language")), facts.settings.data
     documents = list(facts.documents.values())
@@ -132,11 +132,14 @@ def card_facts(facts: Facts, license: str | None) -> CardFacts:
         with contextlib.suppress(ValidationError):  # of a source of another version
             title = SourceSettings.model_validate(dict(source)).title
         licenses[unique(title, licenses)] = str(source.get("license") or "")
-    training = {}
+    training = dict[str, Any]()
     for one in facts.trainings:
         for what, count in ((t("steps"), one.result.steps), (t("tokens"), one.result.tokens)):
             if count is not None:
                 training[t("{step}: {what}", step=t(TITLES[one.name]), what=what)] = count
+    if at is not None:
+        counts = {name: t.count(at[name]) for name in ("step", "steps")}
+        training[t("Checkpoint")] = t("{model}, step {step} of {steps}", model=at["model"], **counts)
     return CardFacts(
         license=license,
         tuned=any(one.name in ("sft", "dpo") for one in facts.trainings),
