@@ -191,7 +191,7 @@ def test_a_size_that_does_not_divide_names_the_nearest_that_do():
         assert named in str(error)
     assert "16 or 32" in str(refused(MeshLayout(mesh(data=2, fsdp=4)).check_rows, 20, 2, match="batch 20"))
     MeshLayout(mesh(data=2, fsdp=4)).check_rows(32, 2)
-    refused(MeshLayout(mesh()).check_rows, 3, 2, match="batch 3 does not divide over 2 micro-batches")
+    refused(MeshLayout(mesh()).check_rows, 3, 2, match="batch 3 of all devices does not divide over 2 micro-batches")
 
 
 def test_a_model_of_stages_is_served_with_its_weights_split_instead():

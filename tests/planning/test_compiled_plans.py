@@ -63,7 +63,7 @@ def test_a_compiler_that_is_missing_is_named_with_the_command_that_installs_it(m
 @pytest.mark.full
 def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
     layout = ["pretrain.batch_size=6", "pretrain.gradient_accumulation_steps=6", "mesh.data=4"]
-    refused(compile_on, "quickstart", layout, find_slice("v4-8"), match="batch 6 does not divide")
+    refused(compile_on, "quickstart", layout, find_slice("v4-8"), match="batch 6 of all devices does not")
 
 
 @pytest.mark.parametrize(

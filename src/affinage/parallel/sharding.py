@@ -114,8 +114,7 @@ class MeshLayout(Layout):
         return NamedSharding(self.mesh, self.spec(("batch",)))
 
     def param_shardings(self, axes: PyTree, abstract: PyTree) -> PyTree:
-        """A NamedSharding for every parameter, of trees of logical axes and of `jax.ShapeDtypeStruct`; UserError: one
-        does not divide over its mesh axes."""
+        """A NamedSharding for every parameter, by logical axes and `jax.ShapeDtypeStruct`s. UserError: one has none."""
 
         def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: Axes) -> NamedSharding:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -128,8 +127,7 @@ class MeshLayout(Layout):
         return jax.tree_util.tree_map_with_path(one, abstract, axes)
 
     def check(self, graph: Graph, rows: int, micro_batches: int, seq_len: int) -> None:
-        """Refuse, by a UserError, a batch that does not split evenly over the mesh, or an axis that splits nothing, for
-        rows of `seq_len` tokens, 0 of models without; what stages of a pipeline need is left to `Pipeline.check`."""
+        """Refuse, by a UserError, rows of `seq_len` tokens (0: none) that do not split, and axes that split nothing."""
         self.check_rows(rows, micro_batches)
         used = {"batch", *(name for parameter in jax.tree.leaves(graph.parameters) for name in parameter.axes if name)}
         if any(SEQUENCE in shape.dims for _, shape in graph.inputs):
@@ -144,14 +142,16 @@ class MeshLayout(Layout):
 
     def check_rows(self, rows: int, micro_batches: int) -> None:
         """Refuse, by a UserError, a batch of which micro-batches do not split evenly over the mesh."""
-        self._require_divisible(f"batch {rows}", rows, self.mesh_axes("batch"), where="batch_size", times=micro_batches)
+        what, axes = f"batch {rows} of all devices", self.mesh_axes("batch")
+        self._require_divisible(what, rows, axes, where="batch_size", times=micro_batches)
 
     def _require_divisible(self, what: str, size: int, axes: Sequence[str], *, where: str, times: int = 1) -> None:
         pieces = math.prod(self.mesh.shape[axis] for axis in axes)
         if size % (pieces * times):
             split = [f"{' x '.join(axes)} = {pieces}"] if axes else []
             split += [f"{times} micro-batches"] if times > 1 else []
-            nearest = f"The nearest that work: {multiples(size, pieces * times)}."
+            other = f", or {' x '.join(axes)} of a size that divides {size}" if where == "mesh" else ""
+            nearest = f"The nearest that work: {multiples(size, pieces * times)}{other}."
             raise UserError(f"{what} does not divide over {' times '.join(split)}", where=where, fix=nearest)
 
     @property
