@@ -13,6 +13,7 @@ import pytest
 
 import tiny
 from affinage.config.recipe import RuntimeSettings
+from affinage.errors import UserWarned
 from affinage.stopping import StopSignals
 from affinage.training import metrics, train, watchdog
 from affinage.training.metrics import ACCOUNTS, GoodputTimer, step_line
@@ -35,10 +36,12 @@ def test_a_trace_has_the_steps_asked_for(tmp_path: Path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))  # what TensorBoard's profiler opens
 
 
-def test_a_training_whose_folder_is_deleted_ends_with_a_message(tmp_path: Path):
+def test_a_training_whose_disk_is_too_small_is_warned_of_and_one_whose_folder_is_deleted_ends(tmp_path, monkeypatch):
     folder = tmp_path / "run"
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     delete = lambda step, _: shutil.rmtree(folder) if step == 4 else None  # noqa: E731
-    ended = refused(lambda: train(tiny.job(folder, 40, delete)), match="deleted or moved")
+    with pytest.warns(UserWarned, match=r"a checkpoint takes .* GB, of [0-9]+ at once"):  # before the first step
+        ended = refused(lambda: train(tiny.job(folder, 40, delete)), match="deleted or moved")
     assert str(folder) in ended.where and not folder.exists()
 
 

@@ -2,16 +2,19 @@
 
 import datetime
 import json
+import shutil
 import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.store import CHECKPOINTS, IDENTITY, IO_TIMEOUT, check_compatible, checksums
 from affinage.cluster.processes import Processes
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from affinage.json_files import write_atomically
 from affinage.results import versions
 from affinage.training.health import HEALTH
@@ -42,6 +45,11 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         if self._uploader is not None:
             self._uploader.start()
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._trainer.abstract.named()))
+        kept, free = self._settings.keep_last + 1, shutil.disk_usage(self._job.folder).free
+        if self._job.store is None and Processes.current.first and free < (kept - len(self._store.steps())) * size:
+            what = f"a checkpoint takes {size / 1e9:.3g} GB, of {kept} at once, and the disk has {free / 1e9:.3g} left"
+            warnings.warn(f"{what}: the training may end at a save", UserWarned, stacklevel=2)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -55,8 +55,7 @@ class Evaluator:
     def validate(self, state: TrainState) -> dict[str, dict[str, float]] | None:
         """Loss in nats per counted token, and bits per byte of text, of every validation set; None if interrupted.
 
-        Bits per byte = total nats / ln 2 / bytes of the text in UTF-8, which does not depend on the tokenizer. For rows
-        that are no text it is what the graph reports in its place.
+        Bits per byte = total nats / ln 2 / bytes of the text in UTF-8; of rows that are no text what the graph reports.
         """
         weights, scores = (state.params, state.ema_params, state.frozen), dict[str, dict[str, float]]()
         in_flight = 0 if self._trainer.is_simulated else _IN_FLIGHT

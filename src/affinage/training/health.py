@@ -34,8 +34,7 @@ class HealthMonitor:
     """Decides about every unhealthy step, in order. Its `facts` are part of every checkpoint.
 
     Every unhealthy step has a line in health.jsonl: step, cause, action, loss, spike_score, grad_norm, learning_rate.
-    A run that resumes drops the lines after `start`, except those of rollbacks. Without a folder nothing is written, as
-    in all processes but the first.
+    A run that resumes drops those after `start`, except of rollbacks. Without a folder none is written.
     """
 
     def __init__(

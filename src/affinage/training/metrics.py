@@ -185,10 +185,7 @@ class GoodputTimer:
         self._last = written.stat().st_mtime if written is not None and written.exists() else 0.0
 
     def resume(self, meta: Mapping[str, Any]) -> None:
-        """Add the accounts of the starts before this one, as the checkpoint that was restored has them.
-
-        What was done after it is `lost`.
-        """
+        """Add the accounts of the starts before, as the restored checkpoint has them; what was done since is `lost`."""
         for account, seconds in meta.get("seconds", {}).items():
             self._seconds[account] += seconds
         if (saved := meta.get("clock")) is not None:

@@ -87,8 +87,7 @@ def map_like_params(
 def _stored_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """`inner`, computed in float32, with its moments kept in `dtype` between steps.
 
-    A bfloat16 moment follows its average as long as one step moves it by more than half a unit in the last place,
-    2^-9 of its value: true for b2 up to about 0.99.
+    A bfloat16 moment follows its average while a step moves it by more than 2^-9 of its value: for b2 up to about 0.99.
     """
 
     def cast(state: PyTree, params: PyTree, to: Any) -> PyTree:

@@ -30,8 +30,7 @@ def make_train_step(split: ParamSplit, settings: TrainSettings, *, config: Apply
 
     The loss is a sum and a count over all micro-batches and devices, divided once, so the same step on any mesh and
     with any accumulation is the same step up to rounding. An update whose loss or gradient is not finite is left out:
-    weights, their moving average and optimizer state stay bit for bit, only the step is counted. So is one whose loss
-    is a spike, if `settings.health` requires it.
+    weights, their average and optimizer state stay, only the step is counted. `settings.health` can add spikes.
 
     Its metrics are float32 scalars: loss (nats per counted token, or what the graph's loss is per example), grad_norm
     (before clipping), learning_rate, loss_tokens (tokens or examples that counted), skipped (0 or 1), with a window in
@@ -217,8 +216,7 @@ def stochastic_bfloat16(x: Float32[Array, "..."], key: PRNGKeyArray) -> BFloat16
     """One of the two bfloat16 neighbors of each value, each as probable as the value is near to it.
 
     The expectation is the value itself, so that updates under half a unit in the last place are not lost. bfloat16 is
-    the upper half of a float32: a uniform 16-bit integer is added to the lower half, which is then cut off. What is not
-    finite stays as it is.
+    the upper half of a float32: a uniform 16-bit integer is added to the lower half, which is then cut off, if finite.
     """
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
