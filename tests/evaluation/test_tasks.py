@@ -91,6 +91,7 @@ def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path
 
 
 GENERATES = {"output_type": "generate_until", "doc_to_choice": None, "metric_list": [{"metric": "exact_match"}]}
+TWICE = {"dataset_kwargs": {"data_files": dict.fromkeys(("test", "more"), "items.jsonl")}}  # a leak of answers
 SUMS = [{"question": f"one {n}", "choices": ["a", "b"], "right": n % 2} for n in range(6)]
 
 
@@ -122,6 +123,7 @@ def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
         ({}, GENERATES | {"filter_list": [{"name": "x", "filter": [{"function": "take_first_k"}]}]}, "filter_list"),
         *[({}, {key: wrong}, key) for key, wrong in (("group", "x"), ("num_fewshot", 2.0), ("num_fewshot", -1))],
         ({}, {"task": "../up"}, "../up"),
+        ({}, TWICE | {"fewshot_split": "more", "num_fewshot": 2}, "item 1"),
         ({}, {"no_such_key": 1}, "no_such_key"),
         ({}, {"test_split": "absent"}, "absent"),
         ({}, {"output_type": "no_such"}, "no_such"),

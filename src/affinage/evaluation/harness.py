@@ -156,14 +156,18 @@ def _set_examples(task: ConfigurableTask, num_fewshot: int | None) -> None:
 
 
 def _check_items(task: Task) -> None:
-    """Raise UserError for the first item that cannot be scored."""
-    for example in task.fewshot_docs() or () if task.config.num_fewshot else ():
+    """Raise UserError for the first item that cannot be scored, or is among the examples of another split."""
+    examples = list(task.fewshot_docs() or ()) if task.config.num_fewshot else []
+    known = set(map(repr, examples if task.fewshot_cfg.split != task.config.test_split else ()))
+    for example in examples:
         task.doc_to_text(example, task.fewshot_cfg.doc_to_text)
         task.doc_to_target(example, task.fewshot_cfg.doc_to_target)
     for number, item in enumerate(task.eval_docs, 1):
         try:
             for template in filter(None, (task.config.description, task.config.gen_prefix)):
                 lm_eval.utils.apply_template(template, item)
+            if repr(item) in known:
+                raise ValueError("it is one of the examples, too, with its answer")
             question, answer = task.doc_to_text(item), task.doc_to_target(item)
             if question in (None, "None") or answer in (None, "None", []):
                 raise ValueError("no question in `doc_to_text`, or no answer in `doc_to_target`")
@@ -208,8 +212,7 @@ def _check_scores(task: ConfigurableTask) -> None:
 def cached(lm: LM, path: Path | None, model: str) -> Iterator[Any]:
     """While entered, the backend with the harness's own cache of answers: JSON in a file, not pickles, of one model.
 
-    Without a path the file is a temporary one. When hosts evaluate together, the first one has the file and broadcasts
-    its content: all of them must send the same questions to the devices.
+    Without a path it is temporary. Of hosts that evaluate together the first one has it, and broadcasts what it holds.
     """
     processes, file = Processes.at_work(), None
     if path is not None and processes.first:

@@ -174,10 +174,7 @@ def read_answers(folder: Path) -> Answers:
 
 
 def compare(a: Answers, b: Answers) -> list[Difference]:
-    """Return the differences of all metrics of all tasks that two models have answered, filter by filter.
-
-    Items are the same if their hashes are. Raises UserError if the two have no item with a score in common.
-    """
+    """Return the differences of all metrics, by filter, over items of equal hash. UserError: no score in common."""
     from scipy import stats  # seconds
 
     differences = []
