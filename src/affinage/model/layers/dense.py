@@ -67,8 +67,7 @@ def product(x: Float[Array, "*N D"], matrix: Float[Array, "D F"], on_cpu: bool =
 
 
 def _product_backward(on_cpu: bool, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    x, matrix = saved
-    stored = jax.lax.optimization_barrier
+    (x, matrix), stored = saved, jax.lax.optimization_barrier
     gradient = gradient if on_cpu else stored(gradient)  # else GPUs join the gradients of parts once for each product
     columns, rows = x.reshape(-1, x.shape[-1]).T, gradient.reshape(-1, gradient.shape[-1])
     if swapped := on_cpu and len(columns) > rows.shape[1]:
@@ -169,13 +168,14 @@ class FfnSettings(Settings):
 # ---- normalizations, computed in float32 ----
 
 Normalization = Callable[[PyTree, Array, float], Array]  # of the last axis, with a scale, maybe an offset, and eps
+_centered = jax.custom_vjp(lambda x: x - jnp.mean(x, axis=-1, keepdims=True))
+# One term: with two, a CPU adds up the gradients of all later layers anew wherever that of the residual stream is read.
+_centered.defvjp(lambda x: (_centered(x), None), lambda _, gradient: (_centered(gradient),))
 
 
 def _normalize(params: PyTree, x: Float[Array, "*N D"], eps: float, *, center: bool) -> Float[Array, "*N D"]:
     """Root mean square (Zhang and Sennrich, 2019) or, centered, layer normalization (Ba, Kiros and Hinton, 2016)."""
-    x32 = x.astype(jnp.float32)
-    if center:
-        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    x32 = _centered(x.astype(jnp.float32)) if center else x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     y = y * _along_last(params["scale"], y)
     return (y + _along_last(params["bias"], y) if center else y).astype(x.dtype)
