@@ -180,8 +180,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(change, named):
     refused(family_of, parse(tiny_graphs.llama(ffn={"kind": "relu2", "width": 40})), match=r"ffn\.kind: relu2")
 
 
-# Configurations as published, shortened to what differs from the family's other models.
-# What is known, and what transformers ignores.
+# Configurations as published, shortened: what is known of them, and what transformers ignores.
 SMOLLM2 = {"model_type": "llama", "rope_scaling": None, "pretraining_tp": 1, "rope_theta": 100000, "mlp_bias": False}
 SMOLLM2_STRANGE = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
 QWEN = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 70}
