@@ -192,7 +192,6 @@ OF_UNSLOTH = {"unsloth_version": "2026.1", "unsloth_fixed": True}
 @pytest.mark.parametrize(
     ("known", "strange"),
     [(SMOLLM2, SMOLLM2_STRANGE), (QWEN, {"use_mrope": False}), (OLD, OLD_STRANGE | OF_UNSLOTH)],
-    ids=["SmolLM2", "Qwen2.5", "an old dump"],
 )
 def test_keys_that_transformers_ignores_are_named_and_ignored(known, strange):
     found = architecture_of(SIZES | known | strange, "config.json")
@@ -328,7 +327,7 @@ def metaspace() -> PreTrainedTokenizerFast:
 def foreign(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
-    theirs = saved_by_transformers(request.param, folder / "theirs", vocab_size=352)
+    theirs = saved_by_transformers(request.param, folder / "theirs", vocab_size=352, eos_token_id=[5])
     tokenizer = {"gpt2": byte_level, "llama": metaspace}[request.param]()
     tokenizer.save_pretrained(folder / "theirs")
     import_model(folder / "theirs", folder / "ours", "theirs")
@@ -343,12 +342,13 @@ def test_it_continues_texts_as_transformers_does_and_is_exported_with_its_tokeni
     end = ours.tokenizer.eos
     result = generate(ours, [ids], SamplingParams(20))[0]
     assert [token for token in result.tokens if token != end] == [token for token in expected if token != end]
-    assert ours.tokenizer.stops == (tokenizer.eos_token_id,)
+    assert ours.tokenizer.stops == (tokenizer.eos_token_id, 5)
     lm = JaxLM(ours)  # as the harness is given it
     assert lm.tok_encode("The capital") == ids
     assert (lm.eot_token_id, lm.prefix_token_id) == (tokenizer.eos_token_id, tokenizer.bos_token_id)
     export(ours, tmp_path / "m", facts=FACTS, dtype="float16")
     assert read_json(tmp_path / "m" / CONFIG)["architectures"] == [type(theirs).__name__]
+    assert read_json(tmp_path / "m" / "generation_config.json")["eos_token_id"] == [tokenizer.eos_token_id, 5]
     assert verify(tmp_path / "m", ours, TEXTS[:2])["largest_logit_difference"] <= 1e-4
 
 
