@@ -180,8 +180,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(change, named):
     refused(family_of, parse(tiny_graphs.llama(ffn={"kind": "relu2", "width": 40})), match=r"ffn\.kind: relu2")
 
 
-# Configurations as published, shortened to what differs from the family's other models.
-# What is known, and what transformers ignores.
+# Configurations as published, shortened: what is known of them, and what transformers ignores.
 SMOLLM2 = {"model_type": "llama", "rope_scaling": None, "pretraining_tp": 1, "rope_theta": 100000, "mlp_bias": False}
 SMOLLM2_STRANGE = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
 QWEN = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 70}
@@ -193,7 +192,6 @@ OF_UNSLOTH = {"unsloth_version": "2026.1", "unsloth_fixed": True}
 @pytest.mark.parametrize(
     ("known", "strange"),
     [(SMOLLM2, SMOLLM2_STRANGE), (QWEN, {"use_mrope": False}), (OLD, OLD_STRANGE | OF_UNSLOTH)],
-    ids=["SmolLM2", "Qwen2.5", "an old dump"],
 )
 def test_keys_that_transformers_ignores_are_named_and_ignored(known, strange):
     found = architecture_of(SIZES | known | strange, "config.json")
@@ -329,7 +327,7 @@ def metaspace() -> PreTrainedTokenizerFast:
 def foreign(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
-    theirs = saved_by_transformers(request.param, folder / "theirs", vocab_size=352)
+    theirs = saved_by_transformers(request.param, folder / "theirs", vocab_size=352, eos_token_id=[5])
     tokenizer = {"gpt2": byte_level, "llama": metaspace}[request.param]()
     tokenizer.save_pretrained(folder / "theirs")
     import_model(folder / "theirs", folder / "ours", "theirs")
@@ -344,12 +342,13 @@ def test_it_continues_texts_as_transformers_does_and_is_exported_with_its_tokeni
     end = ours.tokenizer.eos
     result = generate(ours, [ids], SamplingParams(20))[0]
     assert [token for token in result.tokens if token != end] == [token for token in expected if token != end]
-    assert ours.tokenizer.stops == (tokenizer.eos_token_id,)
+    assert ours.tokenizer.stops == (tokenizer.eos_token_id, 5)
     lm = JaxLM(ours)  # as the harness is given it
     assert lm.tok_encode("The capital") == ids
     assert (lm.eot_token_id, lm.prefix_token_id) == (tokenizer.eos_token_id, tokenizer.bos_token_id)
     export(ours, tmp_path / "m", facts=FACTS, dtype="float16")
     assert read_json(tmp_path / "m" / CONFIG)["architectures"] == [type(theirs).__name__]
+    assert read_json(tmp_path / "m" / "generation_config.json")["eos_token_id"] == [tokenizer.eos_token_id, 5]
     assert verify(tmp_path / "m", ours, TEXTS[:2])["largest_logit_difference"] <= 1e-4
 
 

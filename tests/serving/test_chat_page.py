@@ -62,6 +62,7 @@ def test_a_message_is_answered_as_it_is_written_and_the_history_goes_with_the_ne
     first = answer(served, [("system", "a"), ("user", hostile)])
     assert chromium.evaluate(SAID) == [["said user", hostile], ["said assistant", first]]
     assert first.startswith(begun) and begun != first, "it is shown as it comes"
+    assert chromium.evaluate("getComputedStyle(document.querySelector('.assistant'), '::after').content") != "none"
     assert chromium.evaluate("document.querySelectorAll('main img').length") == 0
     chromium.type("ok")
     chromium.wait_for(f"document.querySelectorAll('.assistant').length === 2 && {IDLE}")

@@ -31,8 +31,7 @@ def test_a_trace_has_the_steps_asked_for(tmp_path: Path):
     python(TRACED, str(tmp_path), check=True, timeout=550, env={**os.environ, "PYTHONPATH": path})
     [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
-    steps = {event["args"]["step_num"] for event in events if event.get("name") == "train"}
-    assert {int(step) for step in steps} == {4, 5}
+    assert {int(event["args"]["step_num"]) for event in events if event.get("name") == "train"} == {4, 5}
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))  # what TensorBoard's profiler opens
 
 
@@ -119,6 +118,8 @@ def test_a_step_that_does_not_end_is_reported_with_all_stacks_and_one_that_is_sl
     train(tiny.job(tmp_path, 10, stuck_in_this_hook, hang_timeout=0.3))
     train(tiny.job(tmp_path / "slow", 10, lambda step, state: time.sleep(0.03), hang_timeout=300))
     assert not reported(tmp_path / "slow")
+    speeds = [line["tokens_per_second"] for line in tiny.lines(tmp_path / "slow")[1:]]
+    assert max(speeds) < 10 * min(speeds), "also of lines that are written together"
 
 
 @pytest.mark.parametrize("leaves", [True, False])

@@ -5,14 +5,14 @@ const WORDS = {
     reset: "New conversation", settings: "Settings", system: "System prompt", temperature: "Temperature",
     length: "Longest answer (tokens)", token: "API key", send: "Send", stop: "Stop", other: "Français",
     message: "Your message", empty: "Say something. Nothing is kept once this page is closed.",
-    unreachable: "The server cannot be reached.", cut: "The answer has been cut short.",
+    unreachable: "The server cannot be reached.", cut: "The answer has been cut short.", long: "longest answer",
     you: "You", model: "Model",
   },
   fr: {
     reset: "Nouvelle conversation", settings: "Réglages", system: "Invite système", temperature: "Température",
     length: "Longueur maximale (tokens)", token: "Clé d’API", send: "Envoyer", stop: "Arrêter", other: "English",
     message: "Votre message", empty: "Dites quelque chose. Rien n’est gardé une fois la page fermée.",
-    unreachable: "Le serveur est injoignable.", cut: "La réponse a été interrompue.",
+    unreachable: "Le serveur est injoignable.", cut: "La réponse a été interrompue.", long: "longueur maximale",
     you: "Vous", model: "Modèle",
   },
 };
@@ -117,6 +117,7 @@ async function ask(text) {
         const choice = event.choices[0];
         said += (choice && choice.delta.content) || "";
         if (choice && choice.finish_reason) trouble = "";
+        if (choice && choice.finish_reason === "length") answer.dataset.cut = WORDS[language].long;
         const atEnd = $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight < 60;
         answer.textContent = said;
         if (atEnd) $("talk").scrollTop = $("talk").scrollHeight;
