@@ -89,8 +89,7 @@ def test_a_run_begins_with_the_same_weights_on_any_mesh():
 
 
 def test_a_batch_without_targets_has_a_loss_of_zero_and_does_no_harm():
-    empty = BATCH | {"loss_mask": np.zeros_like(BATCH["loss_mask"])}
-    state, metrics = alone()[1](begin(), empty)
+    state, metrics = alone()[1](begin(), BATCH | {"loss_mask": np.zeros_like(BATCH["loss_mask"])})
     assert float(metrics["loss"]) == 0 and float(metrics["skipped"]) == 0
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state.params))
 
@@ -230,8 +229,7 @@ def test_only_adapters_are_trained_and_in_checkpoints(tmp_path: Path):
     assert {leaf.shape for leaf in jax.tree.leaves(last.opt_state)} == shapes
     whole = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(DENSE)))
     store, frozen = CheckpointStore(tmp_path / "checkpoints"), CheckpointStore(tmp_path / FROZEN)
-    saved = store.restore(10, store.abstract(10))
-    assert sum(leaf.size for leaf in jax.tree.leaves(saved)) < whole
+    assert sum(leaf.size for leaf in jax.tree.leaves(store.restore(10, store.abstract(10)))) < whole
     assert tiny.bits(frozen.restore(0, frozen.abstract(0))["params"]) == tiny.bits(first.frozen)
 
 
