@@ -113,7 +113,7 @@ def _load(file: Path, where: str) -> None:
         raise UserError(f"there is no plugin `{file}`", where=where, fix=fix)
     try:
         _run(file.resolve(), _digest(file))
-    except Exception as error:  # whatever a user's file raises
+    except (Exception, SystemExit) as error:  # whatever a user's file raises
         what, fix = f"the plugin `{file}` fails: {type(error).__name__}: {error}", f"`python {file}` shows where."
         raise UserError(what, where=where, fix=fix) from error
 

@@ -76,13 +76,15 @@ def test_what_is_compiled_for_accelerators_generates_the_same(platform, layers, 
     assert [result.tokens for result in results] == expected
 
 
-def test_generation_never_leaves_the_context():
+def test_generation_never_leaves_the_context_and_a_layer_that_keeps_nothing_of_it_does_not_generate(monkeypatch):
     model, params = tiny_llama(), SamplingParams(500, ignore_eos=True)
     assert len(generate(model, [[2, *range(20, 20 + CONTEXT - 6)]], params)[0].tokens) == 5
     assert generate(model, [[2] * 64], SamplingParams(0))[0].finish_reason == "length"
     for prompt in ([2] * CONTEXT, []):
         with pytest.raises(ValueError, match="tokens"):
             generate(model, [prompt], SamplingParams(1))
+    monkeypatch.setattr(type(model.graph.nodes[0].layer), "joins", False)
+    refused(Engine, model, match="joins=True")
 
 
 def test_streamed_pieces_make_up_the_generation_whatever_a_slot_holds_of_the_prompt(monkeypatch):

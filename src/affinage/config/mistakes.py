@@ -71,7 +71,7 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings]) -> t
     known = words or list(dict.fromkeys(name for each in settings for name in each.model_fields))
     there = f"Settings here: {', '.join(known) or 'none'}."
     if kind == "extra_forbidden" or details["loc"][-1:] == ("[key]",):
-        nearest = difflib.get_close_matches(str(path[-1]), known, n=1)
+        nearest = difflib.get_close_matches(str(path[-1]), [name for name in known if name != path[-1]], n=1)
         fix = meant(".".join(map(str, (*path[:-1], name))) for name in nearest)
         return f"`{dotted}` is not a setting", fix or there
     wanted = ", or ".join(dict.fromkeys(each["msg"].partition(", unable")[0] for each in group))

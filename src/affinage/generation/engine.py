@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from affinage.data.special_tokens import PAD
 from affinage.data.tokenizer import Tokenizer
+from affinage.errors import UserError
 from affinage.generation.sampling import EngineRequest, Rows, SamplingParams, choose, rows_of
 from affinage.model.apply_config import ApplyConfig
 from affinage.model.forward import apply, for_decoding, init_cache
@@ -155,8 +156,12 @@ class Engine:
         self.model = model
         self.slots = -(-max_num_seqs // model.row_multiple) * model.row_multiple
         self.length = min(max_model_len or model.context, model.context)
-        self._interactive, self._stops = interactive, model.tokenizer.stops
-        self._steps = 4 if interactive else 16  # tokens per dispatch
+        self._interactive, self._stops, self._steps = interactive, model.tokenizer.stops, 4 if interactive else 16
+        graph, needed = model.graph, model.graph.needed_for(model.graph.logits)
+        for node in (node for node in graph.nodes if node.name in needed and not node.layer.joins):
+            if not node.layer.cache(graph.input_shapes(node), 1, 1):
+                what = f"node `{node.name}` may look at earlier tokens, and keeps none to generate by"
+                raise UserError(what, fix="Register it with joins=True if it looks at none, else give it a `cache`.")
         self._program: Program = model.graph, model.compute_dtype, model.layout
         prepare = jax.jit(for_decoding, static_argnames=("graph", "dtype"))
         self._params = prepare(graph=model.graph, params=model.params, dtype=jnp.dtype(model.compute_dtype))
