@@ -233,8 +233,7 @@ def test_a_step_that_is_removed_to_be_copied_again_and_vanishes_takes_no_other_w
         put(folder, file, name)
 
     monkeypatch.setattr(RemoteFolder, "put", vanishing)
-    uploader = Uploader(url, here, keep_last=1)
-    assert uploader.settle() == "" and complete_at(url) == [1]
+    assert Uploader(url, here, keep_last=1).settle() == "" and complete_at(url) == [1]
 
 
 def test_the_rules_for_what_stays_hold_there_too(url: str, tmp_path: Path):

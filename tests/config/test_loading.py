@@ -225,8 +225,7 @@ def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
 
 
 def test_the_settings_in_effect_are_a_recipe_too_and_a_command_runs_it_again(write: Write, tmp_path: Path):
-    path = write(GOOD)
-    loaded = load_recipe(path, ["data.sources=[a b]"])
+    loaded = load_recipe(write(GOOD), ["data.sources=[a b]"])
     (tmp_path / "recipe.json").write_text(loaded.recipe.model_dump_json())
     assert load_recipe("recipe.json").recipe == loaded.recipe
     assert loaded.command == "affinage run r.yaml --set 'data.sources=[a b]'"

@@ -185,5 +185,4 @@ def test_rows_have_few_lengths_and_little_padding(lengths, packed_rows):
     groups = [find_groups([row], 60)[0] for row in as_rows(pairs, 60)]
     found = batches(groups, 600, context=60, most=60 * packed_rows, multiple=1)
     assert len({one.tokens.shape[1] for one in found}) <= 3
-    padded = sum(one.tokens.size for one in found)
-    assert padded <= 60 * len(groups) + 60
+    assert sum(one.tokens.size for one in found) <= 60 * len(groups) + 60

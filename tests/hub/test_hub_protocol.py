@@ -131,8 +131,7 @@ def test_datasets_are_what_their_files_are(hub, machine):
     collected, summary = machine.collected()
     assert sorted(collected) == sorted(texts("file 0", "file 1", "file 2", "lines", "raw"))
     assert summary["commits"] == {"tables": first, "lines": text}
-    asked = [one for one in hub.requests if "/me/" in one.path]
-    assert {one.token for one in asked} == {TOKEN}
+    assert {one.token for one in hub.requests if "/me/" in one.path} == {TOKEN}
     assert {one.token for one in hub.requests if one.apart} == {None}
     written = [path for path in machine.folder.parent.rglob("*") if path.is_file()]
     assert len(written) > 10 and not [path for path in written if TOKEN.encode() in path.read_bytes()]

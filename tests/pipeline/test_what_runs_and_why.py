@@ -339,8 +339,7 @@ def test_documents_are_cleared_of_tasks_and_files(harbours, tmp_path):
 
 def test_the_text_that_a_model_was_trained_on_is_searched_for_items(tiny_runs: Path):
     run = tiny_runs / "tiny"
-    text = rows_of(run / "split/train")[0]["text"]
-    items = [BenchmarkItem("quiz", "0", (" ".join(text.split()[:7]),))]
+    items = [BenchmarkItem("quiz", "0", (" ".join(rows_of(run / "split/train")[0]["text"].split()[:7]),))]
     items.append(BenchmarkItem("quiz", "1", ("Who counted forty two grey gulls today?",)))
     for training in ("pretrain", "sft"):
         for n_grams, found in ((6, {("quiz", "0")}), (8, set())):

@@ -112,6 +112,5 @@ def test_what_is_compiled_is_the_model_that_was_estimated(recipe, tmp_path, answ
 
 @pytest.mark.parametrize("wrong", [{"kind": "gpt"}, {"nodes": [1]}, {"nodes": {"embed": 3}}])
 def test_a_wrong_model_is_refused_also_where_its_tokenizer_is_there(wrong, recipe, affinage):
-    words = recipe(base=SMALL, tokenizer={"kind": "char"}, model=wrong)
-    status, _, err = affinage("plan", *words)
+    status, _, err = affinage("plan", *recipe(base=SMALL, tokenizer={"kind": "char"}, model=wrong))
     assert status == 2 and "own.yaml:" in err and "Traceback" not in err, err

@@ -87,6 +87,9 @@ def test_accounts_inside_of_others_are_not_counted_twice(tmp_path: Path, monkeyp
     accounts.resume({"seconds": {"compute": 5.0}, "clock": 50.0})
     resumed = {"compute": 5.0, "lost": 10.0, "paused": 51.5}
     assert accounts.seconds() == {**dict.fromkeys(ACCOUNTS, 0.0), **resumed}
+    accounts = GoodputTimer()
+    accounts.resume({"seconds": {"compute": 5.0}, "clock": clock.now + 57})  # this machine's is behind
+    assert accounts.seconds()["paused"] == 0 and accounts.goodput == 1
 
 
 # ---- the watchdog reports what does not end, with all stacks, and leaves the process where it is started again

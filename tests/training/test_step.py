@@ -89,8 +89,7 @@ def test_a_run_begins_with_the_same_weights_on_any_mesh():
 
 
 def test_a_batch_without_targets_has_a_loss_of_zero_and_does_no_harm():
-    empty = BATCH | {"loss_mask": np.zeros_like(BATCH["loss_mask"])}
-    state, metrics = alone()[1](begin(), empty)
+    state, metrics = alone()[1](begin(), BATCH | {"loss_mask": np.zeros_like(BATCH["loss_mask"])})
     assert float(metrics["loss"]) == 0 and float(metrics["skipped"]) == 0
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state.params))
 
@@ -208,8 +207,7 @@ def test_a_new_adapter_changes_nothing_and_only_the_named_matrices_have_one():
     assert low.keys() == {"blocks"} and blocks["attention"].keys() | blocks["ffn"].keys() == {*TARGETS}
     spread = float(jnp.std(blocks["ffn"]["gate"]["lora_a"]))  # PyTorch's: uniform up to 1 / sqrt(inputs)
     assert spread == pytest.approx(1 / np.sqrt(3 * 32), rel=0.1)
-    everything = Adapters(adapters.graph, LoraSettings())
-    assert {path[-1] for path in everything.targets} == {*TARGETS, "key", "up"}
+    assert {path[-1] for path in Adapters(adapters.graph, LoraSettings()).targets} == {*TARGETS, "key", "up"}
 
 
 def test_targets_that_the_model_has_not_are_refused():

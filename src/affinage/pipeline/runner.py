@@ -227,7 +227,7 @@ class PipelineRunner:
         return StepContext(self.loaded, self.store.path(request), inputs, self.folder, **shown)
 
     def _make(self, planned: PlannedStep, before: Mapping[str, Request], listener: ProgressListener) -> float:
-        step, request, store, started = planned.step, planned.request, self.store, time.time()
+        step, request, store, started = planned.step, planned.request, self.store, time.monotonic()
         is_half_made = read_request(store.path(request)) is not None  # and is not what is left of a deleted one
         folder = store.begin(request, resume=step.resumable and is_half_made)
 
