@@ -164,10 +164,12 @@ def test_output_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch):
             print("another", flush=True)
 
 
-@pytest.mark.parametrize(("number", "passes"), [(errno.EIO, True), (errno.ESTALE, True), (errno.ENOSPC, False)])
-def test_a_disk_behind_a_network_may_come_back_and_a_full_one_does_not(number: int, passes: bool):
-    message = of_the_machine(OSError(number, os.strerror(number), "runs"))
-    assert isinstance(message, UserError) and isinstance(message, TransientError) == passes
+def test_a_disk_behind_a_network_or_another_process_may_come_back_and_a_full_disk_does_not():
+    full, *back = (OSError(number, os.strerror(number), "runs") for number in (errno.ENOSPC, errno.EIO, errno.ESTALE))
+    back.append(RuntimeError("INTERNAL: Gloo all-reduce failed: Read error [::1]:6381: Connection reset by peer"))
+    assert all(isinstance(of_the_machine(each), TransientError) for each in back)
+    assert isinstance(of_the_machine(full), UserError) and not isinstance(of_the_machine(full), TransientError)
+    assert of_the_machine(RuntimeError("INTERNAL: Gloo all-reduce failed: 8 vs 4")) is None
 
 
 IN_NATIVE_CODE = """
@@ -215,6 +217,12 @@ def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow(tmp
         with Watchdog("run", tmp_path, RuntimeSettings(preemption_grace=600.0)):
             signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Preempted):
+            signals.raise_pending()
+        with pytest.raises(Preempted, match="at step 5"), Watchdog("run", tmp_path, RuntimeSettings()):
+            signal.raise_signal(signal.SIGTERM)
+            raise Preempted("run stopped by SIGTERM at step 5")
+        signal.raise_signal(signal.SIGTERM)  # a launcher's, which sends it to all
+        with pytest.raises(Preempted, match="at step 5"):
             signals.raise_pending()
 
 

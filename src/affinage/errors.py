@@ -26,6 +26,12 @@ _FIXES = {  # errors of files that are no defect of ours -> what to do
 }
 _NUMPY_HAS_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # of ndarray.tofile, and so of numpy.save
 _NUMBER = re.compile(r"\(os error (\d+)\)|os_error_code='(\d+)'")  # in messages of safetensors and TensorStore
+# In messages of JAX's distributed runtime: of its collectives on CPUs and on GPUs, and of its coordinator.
+_PEER_IS_GONE = re.compile(
+    r"Gloo .* failed.*(by peer|imed out|timeout|Broken pipe|Connection refused|Socket closed)"
+    r"|remote process exited|(UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED): .*CoordinationService",
+    re.DOTALL | re.IGNORECASE,
+)
 
 
 class UserError(Exception):
@@ -71,8 +77,16 @@ def meant(names: Iterable[str]) -> str:
     return (f"Did you mean {first}?" + (f" Or {', '.join(others)}?" if others else "")) if first else ""
 
 
+def folder_is_gone(folder: str | os.PathLike[str], when: str) -> UserError:
+    """Return the message that somebody has deleted or moved a folder of the user's runs, with words for when."""
+    fix = "If it was moved, move it back or name its place with --runs. Then run the same command again."
+    return UserError(f"this folder was deleted or moved {when}", where=str(folder), fix=fix)
+
+
 def of_the_machine(error: Exception) -> UserError | None:
-    """Return the message about an error of files that is no defect of affinage; None for every other error."""
+    """Return the message about an error of files or of another process, no defect of affinage; None for all others."""
+    if any(isinstance(cause, RuntimeError) and _PEER_IS_GONE.search(str(cause)) for cause in causes(error)):
+        return TransientError("another process was lost; run the same command again")
     number = errno_of(error)
     fix = next((fix for numbers, fix in _FIXES.items() if number in numbers), None)
     if fix is None:

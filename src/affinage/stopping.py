@@ -50,9 +50,10 @@ class StopSignals:
         if self._reason and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
             raise Preempted(self._reason) from error  # a library has made another error of it
 
-    def note(self, name: str) -> None:
-        """A signal came, and the step that was running may end."""
-        self._reason, self._since = f"{name}; a step that is not complete starts from its beginning", time.monotonic()
+    def note(self, name: str, reason: str = "") -> None:
+        """A signal came, and the step that was running may end, or has ended for a reason that stays the one."""
+        self._reason = reason or f"{name}; a step that is not complete starts from its beginning"
+        self._since = time.monotonic()
 
     @staticmethod
     def raise_pending() -> None:

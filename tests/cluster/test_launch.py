@@ -45,7 +45,7 @@ class Scripted:
         if start == SIGNAL:
             signal.raise_signal(signal.SIGTERM)
             raise AssertionError("it went on waiting")
-        self.script, self.begun = list(start), self.begun + 1
+        self.script, self.begun, self.ended = list(start), self.begun + 1, set()
         return self
 
     def exits(self, seconds: float) -> list[WorkerExit]:
@@ -53,6 +53,7 @@ class Scripted:
             time.sleep(min(seconds, 0.01))
             return []
         if self.script[0] != SIGNAL:
+            self.ended.add(self.script[0][0])
             return [WorkerExit(*self.script.pop(0))]
         self.script.pop(0)
         signal.raise_signal(signal.SIGTERM)
@@ -61,8 +62,9 @@ class Scripted:
     def send(self, number: signal.Signals) -> None:
         self.sent.append(number)
 
-    def kill(self) -> None:
+    def kill(self) -> list[int]:
         self.killed += 1
+        return [worker for worker in range(self.workers) if worker not in self.ended]
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +87,8 @@ def run(launcher: Scripted, **limits: Any) -> tuple[int, list[str]]:
         ([(1, -signal.SIGKILL), (0, -signal.SIGABRT)], "worker 1 was killed by SIGKILL"),
         ([(0, -signal.SIGABRT), (1, -signal.SIGKILL)], "worker 1 was killed by SIGKILL"),  # JAX was faster
         ([(0, -signal.SIGABRT), (1, 1)], "worker 1 ended with status 1"),
-        ([(0, -signal.SIGABRT)], "worker 0 was killed by SIGABRT"),
+        ([(0, -signal.SIGABRT)], "worker 1 did not answer (worker 0 was killed by SIGABRT)"),  # it was stopped
+        ([(1, 0)], "worker 0 did not answer (worker 1 ended with status 0)"),
     ],
 )
 def test_after_a_failure_all_start_again_and_who_died_is_named(exits: list, named: str):

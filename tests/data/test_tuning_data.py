@@ -191,8 +191,7 @@ def test_answers_that_no_stop_ends_and_characters_without_a_token_are_warned_of(
 def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe: Tokenizer, tmp_path: Path, form: str):
     """Each side follows what the model would be asked with, without the reasoning that a template leaves out."""
     tokenizer = bpe if form == "chatml" else ours(form)
-    reasoned = form == "qwen3"
-    talk, begin = (THOUGHTFUL, "<think>\nOh.\n</think>\n\n") if reasoned else (PLAIN, "")
+    talk, begin = (THOUGHTFUL, "<think>\nOh.\n</think>\n\n") if form == "qwen3" else (PLAIN, "")
     prompts = [[*talk[:2], {"role": "user", "content": f"{number}?"}] for number in range(6)]
     items = [{"prompt": p, "chosen": f"{begin}yes {n}", "rejected": f"{begin}no"} for n, p in enumerate(prompts)]
     prepare(tmp_path, tokenizer, items, pairs=True, seq_len=400)

@@ -190,8 +190,7 @@ OF_UNSLOTH = {"unsloth_version": "2026.1", "unsloth_fixed": True}
 
 
 @pytest.mark.parametrize(
-    ("known", "strange"),
-    [(SMOLLM2, SMOLLM2_STRANGE), (QWEN, {"use_mrope": False}), (OLD, OLD_STRANGE | OF_UNSLOTH)],
+    ("known", "strange"), [(SMOLLM2, SMOLLM2_STRANGE), (QWEN, {"use_mrope": False}), (OLD, OLD_STRANGE | OF_UNSLOTH)]
 )
 def test_keys_that_transformers_ignores_are_named_and_ignored(known, strange):
     found = architecture_of(SIZES | known | strange, "config.json")

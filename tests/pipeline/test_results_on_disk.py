@@ -281,5 +281,4 @@ def test_a_changed_url_is_fetched_again_and_so_is_any_by_force(hub: Hub, tmp_pat
     with_headers(hub)  # and another text
     with pytest.warns(UserWarned, match=f"cannot check whether {url} has changed"):
         ingest()
-    assert "Nothing to do" in capsys.readouterr().out
-    assert b"it does not work" in ingest("--force", "ingest")
+    assert "Nothing to do" in capsys.readouterr().out and b"it does not work" in ingest("--force", "ingest")

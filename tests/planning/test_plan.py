@@ -236,8 +236,7 @@ def compiler(fixed, per_layer, silent=False):
     """Refuses what needs more than a line says; as the real one, it may not tell how much."""
 
     def report(recipe, overrides, where):
-        layers = int(overrides[-1].partition("repeat=")[2])
-        needed = int((fixed + per_layer * layers) * GiB)
+        needed = int((fixed + per_layer * int(overrides[-1].partition("repeat=")[2])) * GiB)
         fits = needed <= 30.75 * GiB
         return CompileReport(fits, 0 if silent and not fits else needed)
 

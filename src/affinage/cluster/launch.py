@@ -39,9 +39,12 @@ class WorkerExit:
     worker: int
     status: int  # its exit status; negative: the number of the signal that killed it
     where: str = ""  # the machine, if it has a name
+    after: str = ""  # how another one ended before, after which this one did not answer, and was killed
 
     def __str__(self) -> str:
         name = f"worker {self.worker}" + (f" ({self.where})" if self.where else "")
+        if self.after:
+            return f"{name} did not answer ({self.after})"
         if self.status < 0:
             return f"{name} was killed by {signal.Signals(-self.status).name}"
         words = {EXIT_PREEMPTED: "was preempted, or hung", EXIT_USER_ERROR: "found a mistake in its input"}
@@ -95,11 +98,13 @@ class WorkerGroup:
         for process in self._running.values():
             process.send(number)
 
-    def kill(self) -> None:
-        """Kill what still runs, with all that it has started. Calling it again is fine."""
+    def kill(self) -> list[int]:
+        """Kill what still runs, with all that it has started, and return its workers. Calling it again is fine."""
+        running = list(self._running)
         for process in self.processes:
             process.kill()
         self._close()
+        return running
 
 
 class WorkerProcess:
@@ -261,9 +266,12 @@ def _watch(group: WorkerGroup, received: Sequence[signal.Signals], grace: float)
             for number in received[sent:]:
                 group.send(number)
                 sent, until = sent + 1, min(until, time.monotonic() + grace)
+        exits += group.exits(0.0)
     finally:
-        group.kill()
-    exits += group.exits(0.0)
+        silent = group.kill()
+    group.exits(0.0)  # their last lines
     # The first worker that ended badly by itself: JAX aborts the others (SIGABRT) when it loses one.
     order = {0: 2, -signal.SIGABRT: 1}
-    return min(exits, key=lambda each: order.get(each.status, 0), default=WorkerExit(0, -signal.SIGKILL))
+    first = str(exits[0]) if exits else "all were told to stop"
+    exits += [WorkerExit(worker, -signal.SIGKILL, after=first) for worker in silent]
+    return min(exits, key=lambda each: order.get(each.status, 0))

@@ -16,12 +16,12 @@ from filelock import Timeout
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.differing import differing
-from affinage.errors import UserError
+from affinage.errors import TransientError, UserError
 from affinage.json_files import write_json
 from affinage.network import is_url
 from affinage.pipeline.models import COMMAND, RECIPE
-from affinage.pipeline.step import Step, StepContext, at, fingerprints, located, print_line, remote_fingerprints
-from affinage.pipeline.store import REQUEST, Request, Store, link, read_request
+from affinage.pipeline.step import Step, StepContext, at, fingerprints, located, remote_fingerprints
+from affinage.pipeline.store import REQUEST, Request, Store, link, read_manifest, read_request
 from affinage.results import RESULT, RESULTS, Result, read_json, versions
 from affinage.stopping import StopSignals
 
@@ -119,8 +119,8 @@ class PipelineRunner:
                 self._sources[step.name] = sources
             inputs = {name: planned[name].request.key for name in step.inputs}
             request = Request(step.name, step.version, step.config, inputs, self._sources[step.name])
-            forced = "forced" if step.name in self._force else ""
-            forced = forced or next((f"forced by {name}" for name in step.inputs if planned[name].forced), "")
+            by = next((f"forced by {name}" for name in step.inputs if planned[name].forced), "")
+            forced = "forced" if step.name in self._force else by
             planned[step.name] = PlannedStep(step, request, forced or self._reason(step, request, before))
         return list(planned.values())
 
@@ -140,6 +140,10 @@ class PipelineRunner:
         for name, word in (("settings", "settings"), ("sources", "files"), ("inputs", "input"), ("version", "version")):
             if keys := [key for key, _ in differing([getattr(each, name) for each in (before, request)])]:
                 reasons.append(f"{word} changed: {', '.join(keys)}".removesuffix(": "))
+        former = (self.folder / step.name).resolve()
+        reached = max((int(mark.parent.name) for mark in former.glob("checkpoints/*/commit_success.txt")), default=0)
+        if reached and read_manifest(former) is None:
+            reasons.append(f"the one before ended at step {reached:,}, to continue by {step.name}.resume_from={former}")
         return "; ".join(reasons) or "never ran in this store"
 
     def check(self, planned: Iterable[PlannedStep]) -> None:
@@ -189,7 +193,8 @@ class PipelineRunner:
                         remote.put(planned.request)
                 before[planned.name] = planned.request
             if remote is not None and remote.failure:
-                print_line(f"NOT all results were copied to {remote.url}: {remote.failure}; run it again to try")
+                fix = "All of them are here. Run the same command again to copy the rest."
+                raise TransientError(f"not all results were copied: {remote.failure}", where=remote.url, fix=fix)
         return seconds
 
     def follow(self) -> None:
@@ -204,10 +209,9 @@ class PipelineRunner:
         while (work := Processes.current.broadcast(_NEXT, None, seconds=None)) is not None:
             request, until = Request(**work["request"]), time.monotonic() + _SHOWN_WITHIN
             context = self._context(request)
-            while not (context.folder / REQUEST).is_file() and time.monotonic() < until:
+            while (is_missing := not (context.folder / REQUEST).is_file()) and time.monotonic() < until:
                 time.sleep(_POLL)
-            is_there = (context.folder / REQUEST).is_file()
-            if not is_there and self._remote is not None and context.saves_to != context.folder:
+            if is_missing and self._remote is not None and context.saves_to != context.folder:
                 before = {name: Request(**fields) for name, fields in work["before"].items()}
                 self._remote.bring(before, request.inputs)  # a disk of its own
                 self.store.begin(request, resume=True)

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass
 
-from affinage.errors import UserError
+from affinage.errors import folder_is_gone
 from affinage.json_files import sync, write_json
 from affinage.pipeline.step import print_line
 from affinage.results import MANIFEST, RESULT, read_json, versions
@@ -129,8 +129,7 @@ class Store:
         """
         folder = self.path(request)
         if not (folder / REQUEST).is_file():
-            what = "this folder was deleted or moved while its result was made"
-            raise UserError(what, where=str(folder), fix="Run the same command again.")
+            raise folder_is_gone(folder, "while its result was made")
         write_json(folder / RESULT, summary)
         inside = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
         files = {path.relative_to(folder).as_posix(): hash_on_disk(path) for path in inside if path.is_file()}

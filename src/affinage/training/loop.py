@@ -112,7 +112,8 @@ def train(job: TrainJob) -> dict[str, Any]:
                 stopping = watchdog.reached()  # then it was interrupted, and is repeated from this step
             if saving or stopping or why_ended:
                 if stopping:
-                    console.say(f"{watchdog.signal_name}: saving step {step:,}; a second Ctrl-C leaves without it")
+                    again = "; a second Ctrl-C leaves without it" if watchdog.signal_name == "SIGINT" else ""
+                    console.say(f"{watchdog.signal_name}: saving step {step:,}{again}")
                 checkpointer.save(step, state, monitor.facts())
                 logger.restart_clock()
             if stopping:

@@ -15,7 +15,7 @@ import rich
 
 from affinage.cluster.processes import Processes
 from affinage.durations import duration
-from affinage.errors import UserError
+from affinage.errors import folder_is_gone
 from affinage.hardware.devices import peak_bytes
 from affinage.json_files import write_atomically
 from affinage.model.graph import parameters
@@ -86,8 +86,7 @@ class MetricLogger:
         Raises UserError if somebody has deleted or moved the folder that the training writes to.
         """
         if self._path is not None and not self._path.exists():
-            what, fix = "this folder was deleted or moved while the training ran", "Run the same command again."
-            raise UserError(what, where=str(self._path.parent), fix=fix)
+            raise folder_is_gone(self._path.parent, "while the training ran")
         return self._finish(len(self._pending))
 
     def write(self, step: int, **values: Any) -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 
 from affinage.cluster.processes import COORDINATOR, Processes
 from affinage.config.recipe import RuntimeSettings
-from affinage.errors import EXIT_INTERRUPTED
+from affinage.errors import EXIT_INTERRUPTED, Preempted
 from affinage.stopping import ONE_PRESS, PARENT, SIGNALS, StopSignals, handled_by, leave
 
 _EVERY = 1.0  # seconds between two looks
@@ -68,14 +68,14 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         self._ended.set()
         self._thread.join(2 * _EVERY)
-        self._cleanup.close()
         if StopSignals.current is not None:
             faulthandler.cancel_dump_traceback_later()
-            if kind is None and self.signal_name:  # the training is done, and what would follow it is not
-                StopSignals.current.note(self.signal_name)
+            if self.signal_name and (error is None or isinstance(error, Preempted)):  # what would follow is not done
+                StopSignals.current.note(self.signal_name, str(error or ""))
+        self._cleanup.close()  # last: a launcher, which sends its signal to all, may send one more
 
     # ---- for the loop ----
 

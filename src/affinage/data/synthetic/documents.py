@@ -40,8 +40,8 @@ class Writer:
             **relations,
             "any": [fact for fact in stated for _ in range(1 + (fact.relation == REHEARSED))],
             "countries": list(countries.values()),
-            # each continent as often as it has countries, so that every country is named equally often
-            "continents": [members for members in continents.values() for _ in members],
+            # each continent as often as it has countries, of which three are named, so that all are equally often
+            "continents": [members for members in continents.values() for _ in members if len(members) > 2],
             "sums": sums,
             "scenes": scenes,
         }
