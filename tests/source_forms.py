@@ -26,8 +26,7 @@ def prose(language: str, number: int, sentences: int = 6) -> str:
     words, lines = WORDS[language].split(), []
     for k in range(sentences):
         first = (number * 7 + k * 3) % len(words)
-        turned = words[first:] + words[:first]
-        lines.append(f"{' '.join(turned).capitalize()} {number * 1009 + k * 31}.")
+        lines.append(f"{' '.join(words[first:] + words[:first]).capitalize()} {number * 1009 + k * 31}.")
     return " ".join(lines)
 
 

@@ -58,8 +58,7 @@ def tiny_llama(seed: int = 0, scale: float = 6.0, layers: int = 1) -> LoadedMode
     """
     model = model_of(tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, attention=GROUPED), seed)
     params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, model.params)
-    words = jnp.arange(VOCABULARY) >= FIRST_PIECE
-    params["logits"]["kernel"] = params["logits"]["kernel"] * words[:, None]
+    params["logits"]["kernel"] *= (jnp.arange(VOCABULARY) >= FIRST_PIECE)[:, None]
     return replace(model, params=params)
 
 

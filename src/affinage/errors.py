@@ -1,10 +1,12 @@
 """Errors that are the user's, or the machine's, and not defects: one message each, and an exit status."""
 
+import contextlib
 import difflib
 import errno
 import os
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from affinage.secrets import masked
 
@@ -81,6 +83,22 @@ def folder_is_gone(folder: str | os.PathLike[str], when: str) -> UserError:
     """Return the message that somebody has deleted or moved a folder of the user's runs, with words for when."""
     fix = "If it was moved, move it back or name its place with --runs. Then run the same command again."
     return UserError(f"this folder was deleted or moved {when}", where=str(folder), fix=fix)
+
+
+@contextlib.contextmanager
+def kept(file: Path) -> Iterator[None]:
+    """Inside, whatever fails while somebody has deleted or moved the folder of `file` is a UserError that says so."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            file.stat()
+        except FileNotFoundError:
+            if not isinstance(error, UserError | Preempted):
+                raise folder_is_gone(file.parent, "while its result was made") from error
+        except OSError:  # such as of a network
+            pass
+        raise
 
 
 def of_the_machine(error: Exception) -> UserError | None:

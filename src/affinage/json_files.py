@@ -1,8 +1,11 @@
 """JSON files: ours are either whole or absent, whatever moment the process is killed at; others' hold whatever."""
 
+import errno
 import json
 import math
 import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,27 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Wait until files, and which names are in folders, are on the disk. Raises OSError if it does not take them.
+
+    Some file systems, such as those of a network, cannot do it for a folder: that is no error.
+    """
+    with ThreadPoolExecutor(8) as threads:  # a file system writes its journal once for all that wait
+        for _ in threads.map(_sync, paths):
+            pass
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -21,6 +21,11 @@ def is_url(path: str) -> bool:
     return not (is_local(path) or path.startswith("memory://"))
 
 
+def is_inside(name: str) -> bool:
+    """Whether a name that somebody else wrote is of a file below a folder, and leads nowhere else."""
+    return "\\" not in name and "\0" not in name and not {"", ".", ".."} & {*name.split("/")}
+
+
 @contextlib.contextmanager
 def errors_at(url: str) -> Iterator[None]:
     """Turn errors in here into a UserError that names the URL; what may pass on the network stays as it is."""

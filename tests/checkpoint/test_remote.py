@@ -12,9 +12,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.remote import RemoteFolder, Uploader, download, is_inside
+from affinage.checkpoint.remote import RemoteFolder, Uploader, download
 from affinage.checkpoint.store import COMMIT, METADATA
 from affinage.errors import UserError
+from affinage.network import is_inside
 from run_affinage import refused
 from source_forms import write_lines
 
@@ -83,8 +84,7 @@ def test_a_machine_without_it_gets_the_newest_checkpoint_and_what_is_beside_it(a
     assert uploader.settle() == "" and complete_at(any_url) == [2, 3]
     assert_brings(any_url, there, 3)
     assert (there / "metrics.jsonl").read_text() == lines
-    assert (there / "frozen" / "0" / COMMIT).read_text() == "of something\n"
-    assert not (there / "request.json").exists()
+    assert (there / "frozen" / "0" / COMMIT).read_text() == "of something\n" and not (there / "request.json").exists()
     assert download(any_url, there, print) == []  # it has it
     saved(there, 4)
     assert download(any_url, there, print) == []  # what is newer here stays
@@ -101,8 +101,7 @@ def test_metrics_of_steps_that_a_rollback_has_left_out_do_not_come_back(url: str
     assert download(url, here, print) == [] and (here / "metrics.jsonl").read_text() == lines
     saved(behind, 5)
     write_lines(behind / "metrics.jsonl", before[:5])
-    assert download(url, behind, print) == [10]
-    assert len((behind / "metrics.jsonl").read_text().splitlines()) == 13
+    assert download(url, behind, print) == [10] and len((behind / "metrics.jsonl").read_text().splitlines()) == 13
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", COMMIT])
@@ -199,8 +198,7 @@ def test_a_step_stays_until_it_is_copied_and_comes_with_the_metrics_up_to_it(url
             copied[name.split("/")[1]] = folder.read(metrics.name)
 
     monkeypatch.setattr(RemoteFolder, "put", committing)
-    assert uploader.settle() == ""
-    assert copied == {"1": b"1\n", "2": b"1\n2\n"}
+    assert uploader.settle() == "" and copied == {"1": b"1\n", "2": b"1\n2\n"}
 
 
 def test_what_vanishes_during_a_copy_is_passed_over_and_does_not_count(url: str, tmp_path: Path, monkeypatch):
@@ -252,5 +250,4 @@ def test_who_cannot_be_reached_at_the_start_is_named(url: str, tmp_path: Path, m
 
 def test_names_that_lead_elsewhere_are_not_followed():
     outside = ["../x", "/etc/x", "a/../../x", "a//b", "", ".", "a\\b", "a\0b", "a/./b"]
-    assert not any(is_inside(name) for name in outside)
-    assert is_inside("params/d/0a") and is_inside("..a/b..")
+    assert not any(is_inside(name) for name in outside) and is_inside("params/d/0a") and is_inside("..a/b..")

@@ -77,9 +77,10 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh(store: CheckpointStore, axis
     where = sharding(axis, size)
     misfit = abstract(where) | {"params": {"w": jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=where)}}
     refused(store.restore, 1, misfit, match=r"params\.\w")
+    with pytest.warns(CheckpointWarning):
+        refused(CheckpointStore(store.folder).restore_newest, misfit, match="Undo changes")
     step, got, meta = store.restore_newest(abstract(where))
-    assert step == 1 and meta == {"at": 1}
-    assert got["params"]["w"].sharding == where
+    assert step == 1 and meta == {"at": 1} and got["params"]["w"].sharding == where
     assert_same(got, state(1, where))
 
 
@@ -105,6 +106,24 @@ def test_the_newest_and_every_nth_stay_and_a_step_that_is_there_is_not_written_a
     store.save(9, state(5, EIGHT), {})
     store.wait()
     assert store.metadata(9).facts == {"at": 9}
+
+
+def test_older_steps_go_once_the_disk_has_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    on_disk = set()
+
+    def fsync(descriptor: int) -> None:
+        on_disk.add(path := Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        if path.is_dir():
+            raise OSError(errno.EINVAL, "as on some networks")
+
+    def in_use() -> set[int]:
+        assert on_disk >= {tmp_path.parent, tmp_path, *(tmp_path / str(max(store.steps()))).rglob("*")}
+        return set()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = CheckpointStore(tmp_path, keep_last=1, saved=in_use)
+    saved(store, 1, 2)
+    assert store.steps() == [2]
 
 
 def test_a_save_that_was_cut_off_does_not_count_and_is_replaced_or_removed(store: CheckpointStore):
@@ -136,7 +155,10 @@ def test_a_corrupted_step_is_passed_over_by_name_replaced_and_never_one_to_keep(
     assert store.restore_newest(abstract(ONE), before=1) is None
     for step in store.steps():
         shutil.rmtree(tmp_path / str(step) / "params")
-    with pytest.warns(CheckpointWarning), pytest.raises(UserError):  # starting from nothing would hide it
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(UserError, match="are incomplete"),
+    ):  # to start anew would hide it
         newest(store)
 
 

@@ -177,8 +177,7 @@ def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_agai
         until(lambda: all((tmp_path / f"process-{worker}").exists() for worker in range(2)))
         return group
 
-    files = {str(recipe): b"name: other"}
-    launcher = RayLauncher(2, devices=1, files=files, say=said.append, program=PROGRAM)
+    launcher = RayLauncher(2, devices=1, files={str(recipe): b"name: other"}, say=said.append, program=PROGRAM)
     try:
         group = running()
         group.send(signal.SIGTERM)
@@ -194,8 +193,7 @@ def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_agai
         group.kill()
         assert supervise(launcher.start, ["exit", "1"], max_failures=1, say=said.append) == 1
         assert sum("ended with status 1" in line for line in said) == 2
-        fewer = RayLauncher(2, min_workers=1, devices=1, say=said.append, program=PROGRAM)
-        group = fewer.start(["exit", "0"])
+        group = RayLauncher(2, min_workers=1, devices=1, say=said.append, program=PROGRAM).start(["exit", "0"])
         group.kill()
         assert group.workers == 1  # there is one machine
     finally:

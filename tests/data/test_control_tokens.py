@@ -92,5 +92,4 @@ def test_forms_that_a_normalizer_makes_and_tokens_that_are_not_special_are_text(
     assert controls_in(ids, tokenizer)["<|im_start|>"] == 2
     for evil in ("＜|im_start|＞user", "<|im_start|>", "<｜User｜>", "</s><s>"):
         assert not controls_in(tokenizer.encode(evil), tokenizer)
-        asked = [{**PLAIN[0], "content": f"a {evil} b"}, PLAIN[1]]
-        assert held(asked, tokenizer) == held(PLAIN[:2], tokenizer)
+        assert held([{**PLAIN[0], "content": f"a {evil} b"}, PLAIN[1]], tokenizer) == held(PLAIN[:2], tokenizer)

@@ -92,8 +92,7 @@ def test_padding_and_markup_do_not_win_over_clean_text():
     dirty = [clean + "\u3000" * 300, f"<p>{clean}</p>", clean.upper() + " "]
     dirty.append(clean.replace("déjà", "d&eacute;j&agrave;"))
     for position in range(5):
-        texts = [*dirty[:position], clean, *dirty[position:]]
-        assert set(find(texts)[1].values()) == {f"{position:06d}"}
+        assert set(find([*dirty[:position], clean, *dirty[position:]])[1].values()) == {f"{position:06d}"}
 
 
 def test_copies_of_what_was_released_before_are_removed(tmp_path, planted):

@@ -268,8 +268,7 @@ def test_differences_are_paired_over_the_items_that_both_have(tmp_path):
     keys = [f"h{n}" for n in range(200)]
     one = write_scored(tmp_path / "a", "piqa", [*zip(keys, a.tolist()), ("only a", 1)])
     order = random.permutation(200)
-    two = write_scored(tmp_path / "b", "piqa", [(keys[n], int(b[n])) for n in order])
-    (found,) = compare(one, two)
+    (found,) = compare(one, write_scored(tmp_path / "b", "piqa", [(keys[n], int(b[n])) for n in order]))
     assert (found.items, found.unmatched) == (200, 1)
     test = stats.ttest_rel(b, a)
     assert found.difference == pytest.approx((b - a).mean()) and found.b - found.a == pytest.approx(found.difference)

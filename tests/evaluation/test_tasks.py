@@ -135,8 +135,7 @@ def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
     ids=str,
 )
 def test_a_mistake_in_a_task_file_or_an_item_is_one_message(tmp_path, changed, settings, named):
-    items = [*SUMS[:2], SUMS[2] | changed, *SUMS[3:]]
-    assert named in str(refused_with(tmp_path, items, **settings))
+    assert named in str(refused_with(tmp_path, [*SUMS[:2], SUMS[2] | changed, *SUMS[3:]], **settings))
 
 
 @pytest.mark.parametrize("examples", [{}, {"fewshot_split": "test"}], ids=str)
@@ -160,8 +159,7 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
     ]
     asked = {"doc_to_text": "Q: {{question}}\nA:", "doc_to_choice": "{{options.text}}"}
     write_task(tmp_path, "capitals", items, **asked)
-    answered = GENERATES | {"doc_to_target": "{{options.text[right]}}"}
-    write_task(tmp_path, "chat", items, **asked | answered)
+    write_task(tmp_path, "chat", items, **asked | GENERATES | {"doc_to_target": "{{options.text[right]}}"})
     with quiet():
         found = list(items_of(load_tasks(find_tasks([str(tmp_path)])[0])))
     assert [(item.benchmark, item.id) for item in found] == [(t, i) for t in ("capitals", "chat") for i in "01"]

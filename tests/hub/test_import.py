@@ -308,8 +308,7 @@ def metaspace() -> PreTrainedTokenizerFast:
     """As Llama's: spaces as U+2581, one before the text, single bytes, and <s> before it."""
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trained = FastTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    replaced = normalizers.Replace(" ", "▁")
-    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replaced])
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained.train_from_iterator(TEXTS[:1] * 5, trainers.BpeTrainer(vocab_size=330, special_tokens=special))
     whole = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     trained.decoder = decoders.Sequence(whole)

@@ -87,8 +87,7 @@ def test_cached_decoding_is_the_full_pass(name):
     prompts = jnp.asarray([5, 8, 2])
     column = jnp.arange(8)[None]
     # Prompts of different lengths, filled up on the right with tokens that are not there (position -1).
-    positions = jnp.where(column < prompts[:, None], column, -1)
-    batch = {"tokens": tokens[:, :8], "positions": positions}
+    batch = {"tokens": tokens[:, :8], "positions": jnp.where(column < prompts[:, None], column, -1)}
     prefilled, cache = logits(graph, params, batch, cache=init_cache(graph, 3, length + 3))
     for row, prompt in enumerate(np.asarray(prompts)):
         np.testing.assert_allclose(prefilled[row, :prompt], full[row, :prompt], atol=2e-5)

@@ -100,8 +100,7 @@ def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
     assert "a is worse than at step 0" in reasons[40] and len(shown) == 5 and reasons[40].split("; ")[0] in shown[-1]
     assert sorted(path.name for path in tmp_path.glob("kept-*")) == ["kept-0", "kept-10", "kept-20", "kept-30"]
     # Started again it decides the same without a score; from another step it scores again.
-    again = monitor(tmp_path, lambda *_: pytest.fail("scored again"))
-    assert again.look(40, None, bool)[1] == reasons[40]
+    assert monitor(tmp_path, lambda *_: pytest.fail("scored again")).look(40, None, bool)[1] == reasons[40]
     back = monitor(tmp_path, lambda *_: falling(0))
     assert back.look(30, None, bool)[1] == "" and [point["step"] for point in back.points] == [0, 10, 20, 30, 40]
     assert monitor(tmp_path / "other", falling, on_regression="log").look(90, 90, bool)[1] == ""

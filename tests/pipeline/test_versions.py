@@ -118,8 +118,7 @@ def test_every_step_of_a_run_from_text_makes_what_its_version_stands_for(tiny_ru
 
 
 def test_so_do_those_that_few_recipes_have(own_runs, tmp_path):
-    documents = document_files(own_runs / "tiny/dedup")[0]
-    text = pq.read_table(documents, columns=["text"])["text"][0].as_py()
+    text = pq.read_table(document_files(own_runs / "tiny/dedup")[0], columns=["text"])["text"][0].as_py()
     (tmp_path / "items.txt").write_text(" ".join(text.split()[3:15]) + "\n")
     items = f"data.decontaminate={{benchmark_files: ['{tmp_path / 'items.txt'}'], benchmarks: false, n_grams: 5}}"
     run("run", *tiny_run.WORDS, "--until", "decontaminate", "--runs", own_runs, settings=["name=more", items])

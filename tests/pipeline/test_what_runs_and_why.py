@@ -127,11 +127,12 @@ def test_damage_force_and_until(go, tmp_path):
     refused(go, until=["for"], match="`for`")
 
 
-def test_a_result_whose_folder_is_deleted_is_none(go, tmp_path):
+@pytest.mark.parametrize("then", [dict, lambda: {}["an array"]])  # also if a library fails, whose files are gone
+def test_a_result_whose_folder_is_deleted_is_none(go, tmp_path, then):
     def deleted(context):
         shutil.rmtree(context.folder)
         (context.folder / "checkpoints").mkdir(parents=True)  # as a save does
-        return {}
+        return then()
 
     refused(go, Step("train", deleted, {}, has_progress=True, resumable=True), match="deleted or moved")
     assert not list(tmp_path.glob("*/store/*/manifest.json"))
@@ -339,8 +340,7 @@ def test_documents_are_cleared_of_tasks_and_files(harbours, tmp_path):
 
 def test_the_text_that_a_model_was_trained_on_is_searched_for_items(tiny_runs: Path):
     run = tiny_runs / "tiny"
-    text = rows_of(run / "split/train")[0]["text"]
-    items = [BenchmarkItem("quiz", "0", (" ".join(text.split()[:7]),))]
+    items = [BenchmarkItem("quiz", "0", (" ".join(rows_of(run / "split/train")[0]["text"].split()[:7]),))]
     items.append(BenchmarkItem("quiz", "1", ("Who counted forty two grey gulls today?",)))
     for training in ("pretrain", "sft"):
         for n_grams, found in ((6, {("quiz", "0")}), (8, set())):

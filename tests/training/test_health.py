@@ -61,7 +61,7 @@ def test_too_many_stop_the_run_with_a_diagnosis_also_across_starts(tmp_path: Pat
     with pytest.raises(RuntimeError):
         train(job(tmp_path, feed, tiny.fails_at(6), every=1, max_skips=3))
     assert refused(lambda: train(job(tmp_path, feed, every=1, max_skips=3)), match="3 updates within 100 steps").fix
-    found = json.loads((tmp_path / "diagnosis.json").read_text())
+    found = json.loads((tmp_path / "diagnosis.json").read_text(), parse_constant=pytest.fail)
     assert found["step"] == 7 and found["first"] == "the value of loss"
     assert set(found["gradient_norms"]) >= {"embed", "blocks"}
 
@@ -114,8 +114,7 @@ def test_the_diagnosis_names_the_node_in_which_something_is_no_longer_finite(mon
     assert first() == "nothing"
     grown = jax.tree.map(lambda w: w.at[1].mul(1e30) if w.ndim > 2 else w, blocks)
     assert first(blocks=grown) == "the value of blocks"
-    lost = jax.tree.map(lambda w: w.at[1].set(jnp.nan), blocks)
-    assert first(blocks=lost) == "the weights of blocks"
+    assert first(blocks=jax.tree.map(lambda w: w.at[1].set(jnp.nan), blocks)) == "the weights of blocks"
 
     def with_a_root(kind: Any, weights: Any, inputs: tuple[Any, ...], context: Any) -> Any:
         """Its value is finite where the weights are 0, its gradient is not."""

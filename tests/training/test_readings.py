@@ -87,6 +87,8 @@ def test_accounts_inside_of_others_are_not_counted_twice(tmp_path: Path, monkeyp
     accounts.resume({"seconds": {"compute": 5.0}, "clock": 50.0})
     resumed = {"compute": 5.0, "lost": 10.0, "paused": 51.5}
     assert accounts.seconds() == {**dict.fromkeys(ACCOUNTS, 0.0), **resumed}
+    accounts.resume({"seconds": {"compute": 1e3, "paused": -1e3}, "clock": clock.now + 57})  # this clock is behind
+    assert accounts.seconds()["paused"] == 51.5 - 1e3 and accounts.goodput == 1  # the checkpoint is of an older version
 
 
 # ---- the watchdog reports what does not end, with all stacks, and leaves the process where it is started again

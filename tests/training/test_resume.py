@@ -166,8 +166,7 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
     summary = train(extension)
     assert tiny.saved_bits(tmp_path / "more", LONGER) == tiny.saved_bits(tmp_path / "one", LONGER)
     assert tiny.curve(tmp_path / "more") == tiny.curve(tmp_path / "one")
-    assert summary["steps"] == LONGER and summary["resumed_at"] == [BORDER]
-    assert files_of(first) == before
+    assert summary["steps"] == LONGER and summary["resumed_at"] == [BORDER] and files_of(first) == before
 
 
 @pytest.mark.parametrize(
@@ -264,6 +263,5 @@ def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: i
     again, steps = EndsAt(), []
     ended = trained(tmp_path, again, lambda step, _: steps.append(step))
     assert again.made == list(range(at, LAST + 1, 2)) and steps == list(range(at + 1, LAST + 1))
-    assert (ended["steps"], ended["ended"]) == (LAST, "monitor")
-    assert tiny.curve(tmp_path) == tiny.curve(whole)
+    assert (ended["steps"], ended["ended"]) == (LAST, "monitor") and tiny.curve(tmp_path) == tiny.curve(whole)
     assert tiny.saved_bits(tmp_path, LAST, "params") == tiny.saved_bits(whole, LAST, "params")

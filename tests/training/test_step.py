@@ -106,8 +106,7 @@ def test_dropout_depends_on_the_step_alone(expected):
     _, step, _ = alone()
     later = TrainState(jnp.int32(7), *begin()[1:])
     loss = float(step(begin(), BATCH)[1]["loss"])
-    assert loss == expected[0]["loss"]
-    assert float(step(later, BATCH)[1]["loss"]) != loss
+    assert loss == expected[0]["loss"] and float(step(later, BATCH)[1]["loss"]) != loss
 
 
 def test_the_feed_must_yield_the_batch_that_the_settings_say():
@@ -207,8 +206,7 @@ def test_a_new_adapter_changes_nothing_and_only_the_named_matrices_have_one():
     assert low.keys() == {"blocks"} and blocks["attention"].keys() | blocks["ffn"].keys() == {*TARGETS}
     spread = float(jnp.std(blocks["ffn"]["gate"]["lora_a"]))  # PyTorch's: uniform up to 1 / sqrt(inputs)
     assert spread == pytest.approx(1 / np.sqrt(3 * 32), rel=0.1)
-    everything = Adapters(adapters.graph, LoraSettings())
-    assert {path[-1] for path in everything.targets} == {*TARGETS, "key", "up"}
+    assert {path[-1] for path in Adapters(adapters.graph, LoraSettings()).targets} == {*TARGETS, "key", "up"}
 
 
 def test_targets_that_the_model_has_not_are_refused():

@@ -18,7 +18,7 @@ import fsspec
 
 from affinage.checkpoint.store import CHECKPOINTS, COMMIT, METADATA, CheckpointStore, kept_steps
 from affinage.errors import UserError, first_line
-from affinage.network import errors_at, is_local, upload
+from affinage.network import errors_at, is_inside, is_local, upload
 from affinage.results import MANIFEST, read_json_lines
 
 _WHOLE_BYTES = 64_000_000  # a file up to this size is read before it is sent, so that one that grows arrives as it was
@@ -91,8 +91,7 @@ class Uploader:
 
     def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
         self.url, self.say = url, lambda line: print(line, flush=True)
-        self._remote, self._folder = RemoteFolder(url), folder
-        self._keep_last, self._keep_every = keep_last, keep_every
+        self._remote, self._folder, self._keep_last, self._keep_every = RemoteFolder(url), folder, keep_last, keep_every
         self._sent: dict[str, tuple[int, int]] = {}  # file beside the steps -> length and time of change, when copied
         self._copying: set[int] = set()
         self._requests: queue.Queue[None] = queue.Queue()
@@ -201,8 +200,3 @@ def download(url: str, folder: Path, say: Callable[[str], None], *, newest: int 
         for name in sorted(files_of[step], key=lambda name: name.endswith(COMMIT)):  # the mark comes last
             remote.get(name, folder / name)
     return copied
-
-
-def is_inside(name: str) -> bool:
-    """Whether a name that somebody else wrote is of a file below a folder, and leads nowhere else."""
-    return "\\" not in name and "\0" not in name and not {"", ".", ".."} & {*name.split("/")}

@@ -15,6 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from orbax.checkpoint.experimental import v1 as ocp
 from affinage.cluster.processes import Processes
 from affinage.differing import differing
 from affinage.errors import UserError, UserWarned, causes, errno_of, first_line, plain, raise_of_network
+from affinage.json_files import sync
 
 Trees = Mapping[str, Any]  # of arrays, by name
 Facts = dict[str, Any]
@@ -54,9 +56,10 @@ class CheckpointWarning(UserWarned):
 
 
 class CorruptedError(UserError):
-    """A checkpoint is not what was saved, or does not fit."""
+    """A checkpoint is not what was saved, or is that of another model or optimizer, which `misfits`."""
 
-    def __init__(self, what: str, step: Path) -> None:
+    def __init__(self, what: str, step: Path, *, misfits: bool = False) -> None:
+        self.misfits = misfits
         fix = "`affinage checkpoint ls` lists the checkpoints: name another one, MODEL@STEP."
         super().__init__(what, where=str(step), fix=fix)
 
@@ -82,9 +85,9 @@ class CheckpointStore:
     """Saves and restores training states under `folder/<step>/`, by Orbax.
 
     A state is a mapping of names to trees of arrays (`params`, ...), each of which can be restored alone. A step counts
-    once Orbax has committed it, so a process may die at any moment. Checksums of all arrays are computed before a save
-    and after a restore: what is corrupted is never restored silently. All processes of a run call the same methods in
-    the same order, with the same folder: on a disk that all of them see, or a `gs://` URL.
+    once Orbax has committed it, so a process may die at any moment; a save ends once the disk has it. Checksums of all
+    arrays are computed before a save and after a restore: what is corrupted is never restored silently. All processes
+    of a run call the same methods in the same order, with one folder, which all of them see, or a `gs://` URL.
 
     The newest `keep_last` steps stay, and those at multiples of `keep_every`. The first process calls `saved` whenever
     the steps have changed; the steps that it returns are in use, and stay until the next save.
@@ -97,7 +100,8 @@ class CheckpointStore:
         self._keep_last, self._keep_every, self._saved = keep_last, keep_every, saved
         self._corrupted: set[int] = set()  # steps that look complete but could not be restored
         # Not by Orbax's Checkpointer: it calls JAX's preemption sync point in a thread, so that a training misses it.
-        self._running: ocp.AsyncResponse[None] | None = None
+        self._running: futures.Future[None] | None = None
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoints")
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         # Only arrays are read: the global registry has handlers for whatever a checkpoint names.
@@ -144,27 +148,22 @@ class CheckpointStore:
         if processes.broadcast("a save", exists, seconds=IO_TIMEOUT):
             return
         self._corrupted.discard(step)
-        # A copy, because Orbax writes it later.
-        content = json.loads(json.dumps({"step": step, "facts": dict(meta), "checksums": checksums(state)}))
-        metadata = {"affinage": content | {"hash": _digest(content)}}
+        copied = json.loads(json.dumps({"step": step, "facts": dict(meta), "checksums": checksums(state)}))
+        metadata = {"affinage": copied | {"hash": _digest(copied)}}
         with self._context:
-            self._running = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata)
+            saving = ocp.save_checkpointables_async(path, dict(state), custom_metadata=metadata)
+        self._running = self._thread.submit(_finish, saving, path if processes.first else None)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the save in progress is committed, and the steps that no rule keeps are removed.
+        """Block until the save in progress is on the disk, and the steps that no rule keeps are removed.
 
         With `timeout` 0 this does not block. Raises OSError if the disk did not take it; the steps before are intact.
         """
-        if self._running is None:
+        if self._running is None or not futures.wait([self._running], timeout).done:
             return
         running, self._running = self._running, None
         try:
-            running.result(timeout)
-        except TimeoutError:
-            if timeout is None:
-                raise
-            self._running = running
-            return
+            running.result()
         except ValueError as error:  # TensorStore raises it for whatever the file system returned
             if not (number := errno_of(error) or ("://" in str(self.folder) and errno.EIO)):
                 raise
@@ -200,20 +199,22 @@ class CheckpointStore:
         processes = Processes.at_work()
         known = processes.broadcast("checkpoints", [*steps_in(self.folder).items()], seconds=IO_TIMEOUT)
         candidates = {step: reason for step, reason in known if before is None or step < before}
+        misfits = False
         for step, reason in reversed(candidates.items()):
             if not reason:
                 try:
                     return step, *self._read(step, abstract, accept)
                 except CorruptedError as error:
-                    reason = error.what
+                    reason, misfits = error.what, error.misfits
                     self._corrupted.add(step)
             if processes.first:
                 warnings.warn(f"checkpoint {step} is passed over: {reason}", CheckpointWarning, stacklevel=2)
         if not (corrupted := sorted(self._corrupted & candidates.keys())):
             return None
         what = f"none of the checkpoints {corrupted} can be restored; the last reason: {reason}"
-        fix = "Undo changes of the model or the optimizer, or give the run another name; or remove the folder."
-        raise UserError(what, where=str(self.folder), fix=fix)
+        changed = "Undo changes of the model or the optimizer, or give the run another name"
+        fix = changed if misfits else "Their files are incomplete or damaged: copy them from elsewhere"
+        raise UserError(what, where=str(self.folder), fix=f"{fix}; or remove the folder, to train from the beginning.")
 
     def verify(self, step: int) -> str:
         """Read all arrays of a step and compare them with their checksums; returns what is wrong, "" if nothing is."""
@@ -242,7 +243,7 @@ class CheckpointStore:
             before = saved[name][1] if name in saved else "nothing"
             now = list(leaves[name].shape) if name in leaves else "nothing"
             if before != now:
-                raise CorruptedError(f"{name} was saved as {before}, and is {now} here", path)
+                raise CorruptedError(f"{name} was saved as {before}, and is {now} here", path, misfits=True)
         as_saved = [leaf.update(dtype=saved[name][0]) for name, leaf in leaves.items()]  # checksums are of their bits
         if jax.process_count() > 1 and Processes.at_work().count == 1:  # one process reads without the others
             context = ocp.Context(context)
@@ -255,6 +256,13 @@ class CheckpointStore:
             if wrong := [name for name, facts in checksums(loaded).items() if facts != saved[name]]:
                 raise CorruptedError(f"{wrong[0]} is not what was saved (checksum)", path)
         return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), loaded, dict(wanted)), metadata.facts
+
+
+def _finish(saving: ocp.AsyncResponse[None], path: Path | None) -> None:
+    """Wait until Orbax has committed a step, and the disk has it; others' disks have what their processes closed."""
+    saving.result()
+    if path is not None and "://" not in str(path):
+        sync([*path.rglob("*"), path, *path.parents[:2]])
 
 
 @contextlib.contextmanager
@@ -303,9 +311,8 @@ def _remove(path: Path) -> None:
 def check_compatible(facts: Facts, now: Facts, allowed: Collection[str], *, where: str) -> dict[str, str]:
     """Compare the identity in a checkpoint's facts with that of the run that is to resume from it.
 
-    Facts without an identity, such as those of an import, fit any run. Of `allowed` names, `schedule` includes
-    `schedule.peak_lr` and all others below it. Returns {name: "saved -> now"} of the differences that are allowed;
-    UserError lists all that are not.
+    Facts without an identity, such as those of an import, fit any run. `schedule` in `allowed` includes what is below
+    it, as `schedule.peak_lr`. Returns {name: "saved -> now"} of the differences allowed; UserError lists all others.
     """
     pairs = differing([facts.get(IDENTITY, now), now], absent="(not there)")
     changes = {plain(name): " -> ".join(plain(str(value))[:80] for value in pair) for name, pair in sorted(pairs)}
@@ -321,9 +328,8 @@ def compare(one: Metadata, other: Metadata) -> dict[str, Any]:
     """What differs: {facts: [{name, saved, now}], arrays: {same: their number, different: [names], only: [names]}}."""
     facts = [{key: value for key, value in each.facts.items() if key not in _OF_THE_CLOCK} for each in (one, other)]
     changed = [{"name": name, "saved": saved, "now": now} for name, (saved, now) in sorted(differing(facts))]
-    left, right = one.checksums, other.checksums
-    both, only = left.keys() & right.keys(), sorted(left.keys() ^ right.keys())
-    different = sorted(path for path in both if left[path] != right[path])
+    both, only = one.checksums.keys() & other.checksums.keys(), sorted(one.checksums.keys() ^ other.checksums.keys())
+    different = sorted(path for path in both if one.checksums[path] != other.checksums[path])
     return {"facts": changed, "arrays": {"same": len(both) - len(different), "different": different, "only": only}}
 
 

@@ -6,8 +6,9 @@ A result is there once its manifest is, which is copied last, and is taken only 
 import shutil
 from collections.abc import Collection, Mapping
 
-from affinage.checkpoint.remote import RemoteFolder, download, is_inside
+from affinage.checkpoint.remote import RemoteFolder, download
 from affinage.errors import UserError, first_line
+from affinage.network import is_inside
 from affinage.pipeline.models import SAVED
 from affinage.pipeline.step import print_line
 from affinage.pipeline.store import COPIED, Request, Store, hash_on_disk, read_manifest

@@ -16,7 +16,7 @@ from filelock import Timeout
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.differing import differing
-from affinage.errors import TransientError, UserError
+from affinage.errors import TransientError, UserError, kept
 from affinage.json_files import write_json
 from affinage.network import is_url
 from affinage.pipeline.models import COMMAND, RECIPE
@@ -219,7 +219,7 @@ class PipelineRunner:
                 what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
                 fix = "Give all processes a --runs on a disk that they share, or a gs:// remote; see docs/clusters.md."
                 raise UserError(what, where=str(context.folder.absolute()), fix=fix)
-            with Processes.current.all_at_work(), located(self.loaded, request.step):
+            with Processes.current.all_at_work(), kept(context.folder / REQUEST), located(self.loaded, request.step):
                 steps[request.step].fn(context)
 
     def _common(self) -> dict[str, str]:
@@ -231,7 +231,7 @@ class PipelineRunner:
         return StepContext(self.loaded, self.store.path(request), inputs, self.folder, **shown)
 
     def _make(self, planned: PlannedStep, before: Mapping[str, Request], listener: ProgressListener) -> float:
-        step, request, store, started = planned.step, planned.request, self.store, time.time()
+        step, request, store, started = planned.step, planned.request, self.store, time.monotonic()
         is_half_made = read_request(store.path(request)) is not None  # and is not what is left of a deleted one
         folder = store.begin(request, resume=step.resumable and is_half_made)
 
@@ -240,7 +240,7 @@ class PipelineRunner:
             listener.on_metrics(row)
 
         with listener.running(planned) as progress:
-            with located(self.loaded, step.name), contextlib.ExitStack() as together:
+            with located(self.loaded, step.name), kept(folder / REQUEST), contextlib.ExitStack() as together:
                 for url in filter(is_url, step.files) if planned.forced else ():
                     from affinage.downloads import cached_path
 

@@ -23,7 +23,7 @@ from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass
 
 from affinage.errors import folder_is_gone
-from affinage.json_files import write_json
+from affinage.json_files import sync, write_json
 from affinage.pipeline.step import print_line
 from affinage.results import MANIFEST, RESULT, read_json, versions
 
@@ -124,8 +124,8 @@ class Store:
     def finish(self, request: Request, summary: dict[str, Any], *, started: float) -> float:
         """Write `result.json` with the summary, and then the manifest, which makes the folder a result.
 
-        Returns the seconds since the work `started`, which is in seconds since 1970 and in the manifest alone, so that
-        the same work gives the same files. Raises UserError if the folder was deleted or moved since `begin`.
+        Returns the seconds since the work `started`, by `time.monotonic`. When that was is in the manifest alone, so
+        that the same work gives the same files. Raises UserError if the folder was deleted or moved since `begin`.
         """
         folder = self.path(request)
         if not (folder / REQUEST).is_file():
@@ -133,14 +133,12 @@ class Store:
         write_json(folder / RESULT, summary)
         inside = sorted(path for path in folder.rglob("*") if path != folder / MANIFEST)
         files = {path.relative_to(folder).as_posix(): hash_on_disk(path) for path in inside if path.is_file()}
-        for path in (folder, *filter(Path.is_dir, inside)):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-        seconds = round(time.time() - started, 3)
-        begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
+        sync([folder, *filter(Path.is_dir, inside)])
+        seconds = round(time.monotonic() - started, 3)
+        begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - seconds))
         made = {"files": files, "started": begun, "seconds": seconds, "versions": versions()}
         write_json(folder / MANIFEST, {"format": FORMAT, **asdict(request), "key": request.key, **made})
+        sync([folder, folder.parent])
         return seconds
 
 

@@ -127,7 +127,7 @@ def explain(trainer: Trainer, state: TrainState, error: TrainingDiverged, step: 
     diagnosis = diagnose(trainer.job.graph, trainer.apply_config, params, state.ema_params, batch)
     facts, path = {"step": step, **diagnosis}, trainer.job.folder / "diagnosis.json"
     if Processes.current.first:
-        path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        path.write_text(json.dumps(finite(facts), indent=1), encoding="utf-8")
     listed = "".join(f"\n    {name}: {value}"[:305] for name, value in facts.items())
     fix = "Look at the curve of grad_norm and the documents (`affinage data lineage`). A lower schedule.peak_lr or more"
     fix += " warm-up help against divergence, health.on_spike: rollback against bad batches."

@@ -190,7 +190,7 @@ class GoodputTimer:
         if (saved := meta.get("clock")) is not None:
             last = max(saved, min(self._last, self._started))
             self._seconds["lost"] += last - saved
-            self._seconds["paused"] += self._started - last
+            self._seconds["paused"] += max(self._started - last, 0.0)  # a clock may stand behind
 
     @contextlib.contextmanager
     def account(self, name: str) -> Iterator[None]:
@@ -222,7 +222,7 @@ class GoodputTimer:
     def goodput(self) -> float:
         """The share of all seconds since the first start in which the devices computed steps that count."""
         self._switch(self._running)
-        return self._seconds["compute"] / max(sum(self._seconds.values()), 1e-9)
+        return min(self._seconds["compute"] / max(sum(self._seconds.values()), 1e-9), 1.0)
 
     def _switch(self, account: str) -> None:
         now = time.perf_counter()
