@@ -137,12 +137,13 @@ def world(
     from affinage.data.synthetic import write_world
 
     terminal.must_be_new(folder)
-    folder.mkdir(parents=True)
     try:
+        folder.mkdir(parents=True)
         with terminal.working("the pocket world"):
             write_world(folder, megabytes=megabytes, seed=seed)
-    except BaseException:  # also when it is interrupted
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException as error:  # also when it is interrupted
+        if not isinstance(error, FileExistsError):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     print(f"The pocket world is in {folder}.")
 
