@@ -86,7 +86,7 @@ def folder_is_gone(folder: str | os.PathLike[str], when: str) -> UserError:
 
 
 @contextlib.contextmanager
-def kept(file: Path) -> Iterator[None]:
+def reports_move(file: Path) -> Iterator[None]:
     """Inside, whatever fails while somebody has deleted or moved the folder of `file` is a UserError that says so."""
     try:
         yield

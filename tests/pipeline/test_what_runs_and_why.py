@@ -111,7 +111,7 @@ def test_reasons_and_what_was_made_from_a_former_result_is_no_part_of_the_run(go
     assert go(replace(ONE, fn=fail_once))[1] == [], "the function itself is no part of the key"
     assert go(replace(ONE, version=2))[0]["one"] == "version changed"
     os.renames(run / "one/manifest.json", run / "one/checkpoints/40/commit_success.txt")
-    assert "ended at step 40" in runner(replace(ONE, version=3)).plan()[0].reason, "a training is not left in silence"
+    assert "stopped at step 40" in runner(replace(ONE, version=3)).plan()[0].reason, "a training is not left in silence"
 
 
 def test_damage_force_and_until(go, tmp_path):

@@ -100,9 +100,8 @@ def launch(
     if on == "local" and (address or min_processes):
         raise UserError("--address and --min-processes are for Ray", where="--on local", fix="Write --on ray.")
     if min_processes is not None and min_processes > processes:
-        raise UserError(
-            f"more than --processes {processes}", where=f"--min-processes {min_processes}", fix="Use fewer."
-        )
+        fix = f"Write {processes} at most."
+        raise UserError(f"more than --processes {processes}", where=f"--min-processes {min_processes}", fix=fix)
     loaded, run = load(recipe, overrides, runs)  # a mistake is reported once, before anything is started
     from affinage.cluster.launch import WorkerGroup, start_local, supervise
     from affinage.pipeline.models import RECIPE

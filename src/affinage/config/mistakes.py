@@ -29,7 +29,7 @@ def explain(error: ValidationError, model: type[Settings], raw: Any, locate: Cal
         inside = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
         if inside and not any(details["type"] in ("value_error", "extra_forbidden") for details in group):
             continue
-        (what, fix), where = _sentence(path, group, model), locate(path)
+        where, (what, fix) = locate(path), _sentence(path, group, model)
         # What `training` gives for several trainings is one mistake.
         mistakes.setdefault((where, path[-1:], group[0]["type"]), UserError(what, where=where, fix=fix))
     every = f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(map(str, mistakes.values()))
@@ -85,7 +85,8 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings]) -> t
         is_required = bool(fields) and fields[-1].is_required()
         fix = "It has no default." if is_required else 'Leave it out for the default; an empty text is `""`.'
         return f"`{dotted}` is empty{must}", f"{fix} {meaning}".strip()
-    shown, word = "a mapping" if isinstance(value, dict) else "a list" * isinstance(value, list | tuple), str(value)
+    word = str(value)
+    shown = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list | tuple) else ""
     number = re.fullmatch(r"([\d.]+) ?([kKMBGT%])", word) if "a valid" in must else None
     listed = as_yaml(re.split(", *", word)) if "be a list" in must and word[:1].isalpha() else ""
     example = f"{number[1]}e{_EXPONENTS[number[2]]}" if number else listed

@@ -258,7 +258,7 @@ class Engine:
         # A slot without a request computes something after what it holds.
         held = [EngineRequest([*held, PAD], SamplingParams()) for held in self._held.values()]
         requests = [self.active.get(slot, unused) for slot, unused in enumerate(held)]
-        steps = min(self._steps, max(request.limit - len(request.tokens) for request in requests))
+        steps = min(self._steps, max(request.limit - len(request.tokens) for request in requests))  # of a dispatch
         rows = jax.tree.map(self.model.place, rows_of(requests))
         arguments = self._program, self._params, self._cache, rows, np.int32(steps), self._steps, span
         self._cache, tokens = _decode(*arguments)

@@ -76,15 +76,16 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
             raise _disagreement(folder, f"transformers has {what.replace('_', ' ')}: {', '.join(names[:5])}")
     dtype = DTYPES[json.loads((folder / "config.json").read_text())["dtype"]]
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype).astype(jnp.float32), model.params)
-    largest = 0.0
+    largest, tokens = 0.0, 0
     for text in texts:
         ids = _ids(model, text)
+        tokens += len(ids)
         with torch.no_grad():
             expected = theirs.eval()(torch.tensor([ids])).logits[0].numpy()
         largest = max(largest, _apart(folder, model, params, text, expected, TOLERANCE))
     return {
         "texts": len(texts),
-        "tokens": sum(len(_ids(model, text)) for text in texts),
+        "tokens": tokens,
         "largest_logit_difference": largest,
         "token_sequences": len(texts) + len(TRICKY_TEXTS),
         "conversations": conversations,

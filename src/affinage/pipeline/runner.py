@@ -16,10 +16,10 @@ from filelock import Timeout
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.differing import differing
-from affinage.errors import TransientError, UserError, kept
+from affinage.errors import TransientError, UserError, reports_move
 from affinage.json_files import write_json
 from affinage.network import is_url
-from affinage.pipeline.models import COMMAND, RECIPE
+from affinage.pipeline.models import COMMAND, RECIPE, steps_of
 from affinage.pipeline.step import Step, StepContext, at, fingerprints, located, remote_fingerprints
 from affinage.pipeline.store import REQUEST, Request, Store, link, read_manifest, read_request
 from affinage.results import RESULT, RESULTS, Result, read_json, versions
@@ -141,9 +141,9 @@ class PipelineRunner:
             if keys := [key for key, _ in differing([getattr(each, name) for each in (before, request)])]:
                 reasons.append(f"{word} changed: {', '.join(keys)}".removesuffix(": "))
         former = (self.folder / step.name).resolve()
-        reached = max((int(mark.parent.name) for mark in former.glob("checkpoints/*/commit_success.txt")), default=0)
-        if reached and read_manifest(former) is None:
-            reasons.append(f"the one before ended at step {reached:,}, to continue by {step.name}.resume_from={former}")
+        if (reached := steps_of(former, None)) and read_manifest(former) is None:
+            left = f"the one before stopped at step {reached[-1]:,}"
+            reasons.append(f"{left}, to continue by {step.name}.resume_from={former}")
         return "; ".join(reasons) or "never ran in this store"
 
     def check(self, planned: Iterable[PlannedStep]) -> None:
@@ -209,7 +209,8 @@ class PipelineRunner:
         while (work := Processes.current.broadcast(_NEXT, None, seconds=None)) is not None:
             request, until = Request(**work["request"]), time.monotonic() + _SHOWN_WITHIN
             context = self._context(request)
-            while (is_missing := not (context.folder / REQUEST).is_file()) and time.monotonic() < until:
+            there = context.folder / REQUEST
+            while (is_missing := not there.is_file()) and time.monotonic() < until:
                 time.sleep(_POLL)
             if is_missing and self._remote is not None and context.saves_to != context.folder:
                 before = {name: Request(**fields) for name, fields in work["before"].items()}
@@ -219,7 +220,7 @@ class PipelineRunner:
                 what = f"process {Processes.current.index} on {platform.node()} sees nothing that process 0 writes"
                 fix = "Give all processes a --runs on a disk that they share, or a gs:// remote; see docs/clusters.md."
                 raise UserError(what, where=str(context.folder.absolute()), fix=fix)
-            with Processes.current.all_at_work(), kept(context.folder / REQUEST), located(self.loaded, request.step):
+            with Processes.current.all_at_work(), reports_move(there), located(self.loaded, request.step):
                 steps[request.step].fn(context)
 
     def _common(self) -> dict[str, str]:
@@ -240,7 +241,7 @@ class PipelineRunner:
             listener.on_metrics(row)
 
         with listener.running(planned) as progress:
-            with located(self.loaded, step.name), kept(folder / REQUEST), contextlib.ExitStack() as together:
+            with located(self.loaded, step.name), reports_move(folder / REQUEST), contextlib.ExitStack() as together:
                 for url in filter(is_url, step.files) if planned.forced else ():
                     from affinage.downloads import cached_path
 

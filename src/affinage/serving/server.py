@@ -41,8 +41,8 @@ _LOOPBACK = ["localhost", "127.0.0.1"]
 _MAX_BODY = 2**20  # bytes
 _FAILED = "the server could not answer; its log has the reason"
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # of refusals, by their status
-_INERT = {"user", "metadata", "store", "service_tier", "tool_choice", "parallel_tool_calls", "prompt_cache_key"}
-_ONE = dict.fromkeys("best_of repetition_penalty skip_special_tokens add_generation_prompt".split(), (1,))
+_IGNORED = {"user", "metadata", "store", "service_tier", "tool_choice", "parallel_tool_calls", "prompt_cache_key"}
+_ONES = dict.fromkeys("best_of repetition_penalty skip_special_tokens add_generation_prompt".split(), (1,))
 _DEFAULTS: tuple[Any, ...] = (None, 0, "", [], {}, {"type": "text"}, ["text"])  # by which a client requests nothing
 
 
@@ -91,8 +91,8 @@ class CommonRequest(BaseModel, extra="forbid", allow_inf_nan=False):
     def _without_defaults(cls, body: Any) -> Any:
         """Leave out nulls, and fields that are unknown here but request nothing, such as `frequency_penalty: 0`."""
         if isinstance(body, dict):
-            known, body = cls.model_fields, {k: v for k, v in body.items() if v is not None and k not in _INERT}
-            body = {key: value for key, value in body.items() if key in known or value not in _ONE.get(key, _DEFAULTS)}
+            known, body = cls.model_fields, {k: v for k, v in body.items() if v is not None and k not in _IGNORED}
+            body = {key: value for key, value in body.items() if key in known or value not in _ONES.get(key, _DEFAULTS)}
         return body
 
     def params(self, most: int, logprobs: int | None) -> SamplingParams:

@@ -169,7 +169,7 @@ class FfnSettings(Settings):
 
 Normalization = Callable[[PyTree, Array, float], Array]  # of the last axis, with a scale, maybe an offset, and eps
 _centered = jax.custom_vjp(lambda x: x - jnp.mean(x, axis=-1, keepdims=True))
-# One term: with two, a CPU adds up the gradients of all later layers anew wherever that of the residual stream is read.
+# Written as one term: with the two of autodiff, XLA:CPU sums the residual stream's gradient again for every layer.
 _centered.defvjp(lambda x: (_centered(x), None), lambda _, gradient: (_centered(gradient),))
 
 
