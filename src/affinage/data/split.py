@@ -81,7 +81,8 @@ def _held_out(source: Path, settings: SplitSettings, seed: int) -> np.ndarray:
         count = max(round(share * members.size), 1 if different >= A_FEW else 0)
         if different > 1 or members.size == 1:  # else all of it would go
             chosen.append(members[:count])
-    return np.isin(documents["key"], np.concatenate(chosen))  # what belongs together goes whole, though its languages may differ
+    # What belongs together goes whole, though its languages may differ.
+    return np.isin(documents["key"], np.concatenate(chosen))
 
 
 def cut_tail(text: str, share: float) -> tuple[str, str]:
