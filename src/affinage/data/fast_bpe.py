@@ -124,10 +124,10 @@ def _merge(data: np.ndarray, offsets: np.ndarray, known: Vocabulary, out: np.nda
             count += 1
             i += size
         piece[count], place[count] = -1, i
-        for left in range(count):
-            pair[left] = _join(piece[left], piece[left + 1], known)
-            if pair[left] >= 0:
-                heap.append(pair[left] << 32 | left)
+        for first in range(count):
+            pair[first] = _join(piece[first], piece[first + 1], known)
+            if pair[first] >= 0:
+                heap.append(pair[first] << 32 | first)
         heapq.heapify(heap)
         while len(heap) > 0:
             best = heapq.heappop(heap)
@@ -137,11 +137,11 @@ def _merge(data: np.ndarray, offsets: np.ndarray, known: Vocabulary, out: np.nda
             right = after[left]
             piece[left], pair[right], after[left] = pair[left], -1, after[right]
             before[after[left]] = left
-            for first in (before[left], left):
-                if first >= 0:
-                    pair[first] = _join(piece[first], piece[after[first]], known)
-                    if pair[first] >= 0:
-                        heapq.heappush(heap, pair[first] << 32 | first)
+            for changed in (before[left], left):
+                if changed >= 0:
+                    pair[changed] = _join(piece[changed], piece[after[changed]], known)
+                    if pair[changed] >= 0:
+                        heapq.heappush(heap, pair[changed] << 32 | changed)
         left = np.int64(0)
         while left < count:
             if piece[left] >= 0:
