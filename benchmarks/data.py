@@ -60,10 +60,10 @@ def planted(count: int) -> tuple[list[str], list[tuple[int, int]]]:
 
 def keepers(documents: Path) -> np.ndarray:
     """Return for every text the one that is kept: itself, or the one that it is a copy of."""
+    from affinage.cluster.executor import Executor
     from affinage.config.data import DedupSettings
     from affinage.data.dedup import find_duplicates
     from affinage.data.documents import document_files, first_documents
-    from affinage.data.executor import Executor
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as scratch:
         files = document_files(documents)
@@ -196,8 +196,8 @@ def sft(quick: bool) -> Iterator[Result]:
     from template_forms import SOURCES, folder_of
     from transformers import PreTrainedTokenizerFast
 
+    from affinage.cluster.executor import Executor
     from affinage.config.training import SftSettings
-    from affinage.data.executor import Executor
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.tuning_data import prepare_tuning_data
 

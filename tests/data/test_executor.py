@@ -11,10 +11,10 @@ import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
 from affinage import network
+from affinage.cluster.executor import Executor, open_executor
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings, FilterSettings, SplitSettings
 from affinage.data.decontaminate import BenchmarkItem, decontaminate
 from affinage.data.dedup import dedup
-from affinage.data.executor import Executor, open_executor
 from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
 from affinage.data.split import split

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinage.config.data import TokenizerSettings
-from affinage.data import fast_bpe
 from affinage.data.fast_bpe import FastBpe
 from affinage.data.special_tokens import FIXED_PIECES, NEWLINE, TAB, UNK
 from affinage.data.tokenizer import Tokenizer
@@ -141,9 +140,8 @@ def test_tricky_long_and_repetitive_texts_have_the_ids_of_sentencepiece(model, e
     assert parts(*encoder.encode(batch)) == [model.encode(text) for text in batch]
 
 
-def test_threads_may_share_an_encoder_whose_memory_begins_again_when_it_is_full(model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fast_bpe, "CACHED_WORDS", 16)
-    rng, encoder = random.Random(2), encoder_of(model)
+def test_threads_may_share_an_encoder(model: sentencepiece.SentencePieceProcessor, encoder: FastBpe):
+    rng = random.Random(2)
     words = ["".join(rng.choices("thofae'é", k=rng.randint(1, 9))) for _ in range(400)]
     batches = [[" ".join(rng.choices(words, k=2_000)) for _ in range(2)] for _ in range(32)]
     with ThreadPoolExecutor(8) as pool:

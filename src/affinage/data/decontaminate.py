@@ -21,11 +21,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from affinage.cluster.executor import LOCAL, Executor
 from affinage.config.data import DecontaminateSettings
 from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
 from affinage.data.dedup import hash_words, longest_text, shingle_sets, shingles
 from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, numbered_files, read_documents
-from affinage.data.executor import LOCAL, Executor
 from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError

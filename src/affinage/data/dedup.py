@@ -23,10 +23,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import feather
 
+from affinage.cluster.executor import LOCAL, Executor
 from affinage.config.data import DedupSettings
 from affinage.data.code_points import BLANK, SEPARATOR, SINGLE, WORD, Array, decode, kernel, text_buffers, word_table
 from affinage.data.documents import Stats, Verdicts, copy_documents, document_files, first_documents, read_documents
-from affinage.data.executor import LOCAL, Executor
 
 MAX_COMPARED = 256  # kept documents of one bucket that a document is compared with, the nearest in rank first
 REMOVED = "removed.parquet"

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from affinage.data.executor import Executor, clear_completions
+from affinage.cluster.executor import Executor, clear_completions
 
 SCHEMA = pa.schema(
     [

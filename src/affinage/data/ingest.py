@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from affinage.cluster.executor import LOCAL, POOL_BYTES, Executor, clear_completions
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
 from affinage.data.documents import DocumentWriter, Stats, document_files
-from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
 from affinage.data.files import DamagedFile, Part, compression_of, find
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_on_hub, is_remote, located, unique

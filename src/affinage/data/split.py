@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from affinage.cluster.executor import LOCAL, Executor, clear_completions
 from affinage.config.data import SplitSettings
 from affinage.data.documents import DocumentWriter, Stats, numbered_files, read_documents
-from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.order import document_keys
 from affinage.errors import UserError
 

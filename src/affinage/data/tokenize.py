@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from affinage.cluster.executor import LOCAL, Executor
 from affinage.config.data import PackingSettings, safe_name
 from affinage.data.documents import document_files, read_documents
-from affinage.data.executor import LOCAL, Executor
 from affinage.data.order import document_keys
 from affinage.data.token_shards import Document, finish_folder, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer

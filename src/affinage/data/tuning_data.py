@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from affinage.cluster.executor import LOCAL, POOL_BYTES, Executor
 from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import ConversationSettings, DpoSettings, SftSettings
 from affinage.data import chat
 from affinage.data.chat import Encoded
 from affinage.data.conversations import Example, open_source, read_examples
 from affinage.data.decontaminate import contaminated, strings_in
-from affinage.data.executor import LOCAL, POOL_BYTES, Executor
 from affinage.data.files import LINES, Part
 from affinage.data.ingest import divide
 from affinage.data.order import shuffle_keys

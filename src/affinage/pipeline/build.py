@@ -66,7 +66,7 @@ def _data_steps(recipe: Recipe, initial: Path | None, begun: dict[str, str]) -> 
     inputs: tuple[str, ...] = ("synthesize",) if worlds else ()
     config = {"data": _part(data, "sources", "root", "mirror", "sample", "on_error")}
     work, check = _of_data("ingest_step", data=data), _of_data("check_ingest", data=data)
-    yield step("ingest", work, config, inputs, version=6, files=_places(data), check=check)
+    yield step("ingest", work, config, inputs, version=7, files=_places(data), check=check)
     work, check = _of_data("filter_step", data=data), _of_data("check_filter", data=data)
     yield step("filter", work, {"data": _part(data, "filters", "languages")}, ("ingest",), version=5, check=check)
     last = ("filter",)

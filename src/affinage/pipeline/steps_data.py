@@ -5,6 +5,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+from affinage.cluster.executor import open_executor
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
@@ -13,7 +14,6 @@ from affinage.data import ingest
 from affinage.data.conversations import check_source
 from affinage.data.decontaminate import BenchmarkItem, decontaminate, kind_of_items, read_items, write_items
 from affinage.data.dedup import dedup
-from affinage.data.executor import open_executor
 from affinage.data.filters import filter_documents, known_languages
 from affinage.data.places import released_folder
 from affinage.data.split import split
