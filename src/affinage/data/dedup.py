@@ -70,13 +70,15 @@ def _html_end(data: Array, i: np.int64, end: np.int64) -> np.int64:
 
 
 @kernel
-def hash_words(data, offsets, text, table, words, places):  # type: ignore[no-untyped-def]
-    """Write hashes of the words of a text to `words`; return how many, and a hash of the whole text.
+def hash_words(data, offsets, text, table, searched):  # type: ignore[no-untyped-def]
+    """The hashes of the words of a text, uint64 [words], a hash of the whole text, and the places of the words.
 
-    The latter is of the text in lower case with every run of white space as one space. With `places` (int64 [words, 2],
-    or None), which receive the first and last + 1 byte of every word in the text, HTML separates words.
+    The second is of the text in lower case with every run of white space as one space. If `searched` (True, or None:
+    each is compiled by itself) HTML separates words, and the third has the first and last + 1 byte of each, int64
+    [words, 2].
     """
     begin, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
+    words, places = np.empty(end - begin, np.uint64), np.empty((end - begin if searched else 0, 2), np.int64)
     i, count, whole, space = begin, 0, np.uint64(0), np.uint64(0)
     while i < end:
         start, word = i, np.uint64(0)
@@ -91,7 +93,7 @@ def hash_words(data, offsets, text, table, words, places):  # type: ignore[no-un
         if word != 0:
             whole, space = (whole ^ word ^ space) * _PRIME, np.uint64(0)
             words[count] = mix(word)
-            if places is not None:
+            if searched is not None:
                 places[count, 0], places[count, 1] = start - begin, i - begin
             count += 1
         if i < end and kind == BLANK:
@@ -99,27 +101,21 @@ def hash_words(data, offsets, text, table, words, places):  # type: ignore[no-un
             i += size
         elif i < end and kind == SEPARATOR:
             whole, space = (whole ^ point ^ space) * _PRIME, np.uint64(0)
-            i = max(i + size, _html_end(data, i, end)) if places is not None and code in (0x3C, 0x26) else i + size
-    return count, mix(whole)
+            i = max(i + size, _html_end(data, i, end)) if searched is not None and code in (0x3C, 0x26) else i + size
+    return words[:count], mix(whole), places
 
 
 @kernel
-def longest_text(offsets: Array) -> int:
-    """Bytes of the longest text of a column, at least 1."""
-    return max(1, np.append(np.diff(offsets), 1).max())
-
-
-@kernel
-def shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Array) -> int:
-    """Write the hashes of all `ngram` words in a row to `out`; a text without words has the one shingle `wordless`."""
-    power = _PRIME ** np.uint64(ngram)
-    out[0], rolling = wordless, np.uint64(0)
-    for i in range(count):
+def shingles(words: Array, ngram: int, wordless: np.uint64) -> Array:
+    """The hashes of all `ngram` words in a row, uint64; a text without words has the one shingle `wordless`."""
+    power, rolling, out = _PRIME ** np.uint64(ngram), np.uint64(0), np.empty(max(1, words.size - ngram + 1), np.uint64)
+    out[0] = wordless
+    for i in range(words.size):
         rolling = rolling * _PRIME + words[i]
         if i >= ngram:
             rolling -= words[i - ngram] * power
         out[max(0, i - ngram + 1)] = mix(rolling)
-    return max(1, count - ngram + 1)
+    return out
 
 
 # ---- the kernels of the passes ----
@@ -127,18 +123,16 @@ def shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Arr
 
 @kernel
 def _sign(data: Array, offsets: Array, table: Array, ngram: int, a: Array, b: Array, keys: Array) -> None:
-    room, rows = longest_text(offsets), a.size // keys.shape[0]
-    words, runs, halves = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(room, np.uint32)
+    rows = a.size // keys.shape[0]
     for text in range(offsets.size - 1):
-        count, content = hash_words(data, offsets, text, table, words, None)
-        number = shingles(words, count, ngram, content, runs)
-        halves[:number] = runs[:number] >> np.uint64(32)
+        words, content, _ = hash_words(data, offsets, text, table, None)
+        halves = (shingles(words, ngram, content) >> np.uint64(32)).astype(np.uint32)
         for band in range(keys.shape[0]):
             key = np.uint64(band)
             for row in range(band * rows, (band + 1) * rows):
                 least = np.uint32(0xFFFFFFFF)
-                for i in range(number):
-                    least = min(least, np.uint32(a[row] * halves[i] + b[row]))
+                for half in halves:
+                    least = min(least, np.uint32(a[row] * half + b[row]))
                 key = mix(key ^ np.uint64(least))
             keys[band, text] = key
 
@@ -177,16 +171,15 @@ def _write_set(hashes: Array, out: Array) -> int:
 
 
 @kernel
-def _shingle_sets(data, offsets, table, ngram, places, out, facts):  # type: ignore[no-untyped-def]
-    room, total = longest_text(offsets), 0
-    words, runs = np.empty(room, np.uint64), np.empty(room, np.uint64)
+def _shingle_sets(data, offsets, table, ngram, searched, out, facts):  # type: ignore[no-untyped-def]
+    total = 0
     for text in range(offsets.size - 1):
-        count, content = hash_words(data, offsets, text, table, words, places)
-        size = _write_set(runs[: shingles(words, count, ngram, content, runs)], out[total:])
+        words, content, _ = hash_words(data, offsets, text, table, searched)
+        size = _write_set(shingles(words, ngram, content), out[total:])
         marked = False
         for byte in data[offsets[text] : offsets[text + 1]]:
             marked |= (byte == 0x3C) | (byte == 0x26)
-        facts[0, text], facts[1, text], facts[2, text], facts[4, text] = size, np.int64(content), marked, count
+        facts[0, text], facts[1, text], facts[2, text], facts[4, text] = size, np.int64(content), marked, words.size
         total += size
     return total
 
@@ -198,11 +191,10 @@ def shingle_sets(text: pa.Array, ngram: int, *, searched: bool = False) -> tuple
     that are `searched` for are folded, and HTML separates them.
     """
     data, offsets = text_buffers(text)
-    places = np.empty((longest_text(offsets), 2), np.int64) if searched else None
     facts = np.empty((len(_FACTS), len(text)), np.int64)
     facts[3] = np.diff(offsets)
     out = np.empty(int(offsets[-1] - offsets[0]) + len(text) + 1, np.uint64)  # a text has no more words than bytes
-    total = _shingle_sets(data, offsets, word_table(folded=searched), ngram, places, out, facts)
+    total = _shingle_sets(data, offsets, word_table(folded=searched), ngram, searched or None, out, facts)
     marked = facts[2] > 0  # texts with < or &
     facts[2, marked] = pc.count_substring_regex(text.filter(pa.array(marked)), _MARKUP)
     return out[:total], facts
