@@ -78,7 +78,7 @@ def hash_words(data, offsets, text, table, searched):  # type: ignore[no-untyped
     [words, 2].
     """
     begin, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
-    words, places = np.empty(end - begin, np.uint64), np.empty((end - begin if searched else 0, 2), np.int64)
+    words, places = np.empty(end - begin, np.uint64), None if searched is None else np.empty((end - begin, 2), np.int64)
     i, count, whole, space = begin, 0, np.uint64(0), np.uint64(0)
     while i < end:
         start, word = i, np.uint64(0)
@@ -260,14 +260,13 @@ def dedup(
     own, released = document_files(source), document_files(against) if against is not None else []
     scratch, files = folder / "scratch", [*released, *own]
     removed = find_duplicates(files, settings, scratch, released=len(released), executor=executor)
-    numbers, released_documents = removed["document"].to_numpy(), first_documents(released)[-1]
+    numbers = removed["document"].to_numpy()
 
-    def duplicates_in(batch: pa.RecordBatch, before: int, stats: Stats) -> Verdicts:
-        begin, verdicts = released_documents + before, {}
-        start, stop = np.searchsorted(numbers, [begin, begin + batch.num_rows])
+    def duplicates_in(batch: pa.RecordBatch, first: int, stats: Stats) -> Verdicts:
+        verdicts, (start, stop) = {}, np.searchsorted(numbers, [first, first + batch.num_rows])
         for row in removed.slice(start, stop - start).to_pylist():
             detail = f"Jaccard {row['jaccard']:.3f} to {row['duplicate_of']} of {row['duplicate_of_source']}"
-            verdicts[row["document"] - begin] = (f"{'exact' if row['exact'] else 'near'} duplicate", detail)
+            verdicts[row["document"] - first] = (f"{'exact' if row['exact'] else 'near'} duplicate", detail)
         return verdicts
 
     total = copy_documents(source, folder, duplicates_in, executor)
@@ -281,7 +280,7 @@ def dedup(
 def find_duplicates(
     files: Sequence[Path], settings: DedupSettings, scratch: Path, *, released: int = 0, executor: Executor = LOCAL
 ) -> pa.Table:
-    """The documents to remove from files, of which the first `released` were released before, by number.
+    """The documents to remove from files, by number; those of the first `released` files count below 0, and all stay.
 
     Each row has their names and those of the documents that stay, and the similarity. Passes leave files in `scratch`.
     """
@@ -291,13 +290,13 @@ def find_duplicates(
     executor.map(partial(_write_signatures, settings, scratch), tasks, scratch / "sign", threads=True, label="signing")
     candidates = np.zeros(starts[-1], bool)  # documents that share a key
     for band in range(settings.num_buckets):
-        keys = _keys(scratch, starts, band)
+        keys = _keys(scratch, len(files), band)
         order = np.argsort(keys)
         same = np.flatnonzero(np.diff(keys[order]) == 0)
         candidates[order[same]] = candidates[order[same + 1]] = True
     gather = partial(_gather, settings, scratch, candidates)
     executor.map(gather, tasks, scratch / "gather", threads=True, label="gathering")
-    return _compare(settings, scratch, candidates, starts, starts[released])
+    return _compare(settings, scratch, candidates, len(files), starts[released])
 
 
 def _write_signatures(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int]) -> None:
@@ -306,46 +305,44 @@ def _write_signatures(settings: DedupSettings, scratch: Path, task: tuple[int, P
     parts = [np.zeros((settings.num_buckets, 0), np.uint64)]
     for batch in read_documents(path, ["text"]):
         parts.append(sign(batch["text"], settings.n_grams, settings.num_buckets, settings.hashes_per_bucket))
-    np.concatenate(parts, axis=1).tofile(scratch / f"keys-{number}")
+    np.save(scratch / f"keys-{number}.npy", np.concatenate(parts, axis=1))
 
 
-def _keys(scratch: Path, starts: Sequence[int], band: int) -> np.ndarray:
+def _keys(scratch: Path, files: int, band: int) -> np.ndarray:
     """The keys of one band, uint64 [documents of all files]."""
-    sizes = enumerate(np.diff(starts))
-    return np.concatenate([np.fromfile(scratch / f"keys-{k}", np.uint64, n, offset=8 * n * band) for k, n in sizes])
+    return np.concatenate([np.load(scratch / f"keys-{number}.npy", mmap_mode="r")[band] for number in range(files)])
 
 
 def _gather(settings: DedupSettings, scratch: Path, candidates: np.ndarray, task: tuple[int, Path, int]) -> None:
     """Pass 3: write facts about the candidates of one file, and the n-grams of each end to end."""
-    (number, path, start), tables = task, [_NAMED.empty_table()]
-    with (scratch / f"sets-{number}").open("wb") as sets:
+    number, path, start = task
+    names = pa.ipc.new_file(scratch / f"candidates-{number}", _NAMED)
+    with names, (scratch / f"sets-{number}").open("wb") as sets:
         for batch in read_documents(path, ["id", "source", "text"]):
             batch, start = batch.filter(pa.array(candidates[start : start + len(batch)])), start + len(batch)
             own_sets, facts = shingle_sets(batch["text"], settings.n_grams)
             own_sets.tofile(sets)
             # Released documents may be without names.
             own = {name: batch[name] if name in batch.schema.names else [""] * len(batch) for name in ("id", "source")}
-            tables.append(pa.table(own | dict(zip(_FACTS, facts)), _NAMED))
-    feather.write_feather(pa.concat_tables(tables), scratch / f"candidates-{number}", compression="uncompressed")
+            names.write_table(pa.table(own | dict(zip(_FACTS, facts)), _NAMED))
 
 
-def _compare(settings: DedupSettings, scratch: Path, candidates: Array, starts: list[int], released: int) -> pa.Table:
+def _compare(settings: DedupSettings, scratch: Path, candidates: Array, files: int, released: int) -> pa.Table:
     """Pass 4: the table of the removed documents. N-grams stay in a mapped file."""
-    tables = []
     with (scratch / "sets").open("wb") as joined:
-        for number in range(len(starts) - 1):
-            tables.append(feather.read_table(scratch / f"candidates-{number}"))
+        for number in range(files):
             with (scratch / f"sets-{number}").open("rb") as sets:
                 shutil.copyfileobj(sets, joined, 1 << 20)
         joined.write(bytes(8))  # an empty file cannot be mapped
-    documents = np.flatnonzero(candidates)
-    table = pa.concat_tables(tables).append_column("document", pa.array(documents))
-    table = table.append_column("released", pa.array(documents < released))
-    sizes, stays = table["size"].to_numpy(), int(np.searchsorted(documents, released))
+    table = pa.concat_tables(feather.read_table(scratch / f"candidates-{number}") for number in range(files))
+    documents = np.flatnonzero(candidates) - released
+    table = table.append_column("document", pa.array(documents))
+    table = table.append_column("released", pa.array(documents < 0))
+    sizes, stays = table["size"].to_numpy(), int(np.searchsorted(documents, 0))
     order = pc.sort_indices(table, _BEST_FIRST).to_numpy()
     buckets = np.empty((len(table), settings.num_buckets), np.int32)
     for band in range(settings.num_buckets):
-        buckets[:, band] = np.unique(_keys(scratch, starts, band)[candidates], return_inverse=True)[1]
+        buckets[:, band] = np.unique(_keys(scratch, files, band)[candidates], return_inverse=True)[1]
     table, places, n_grams = table.take(order), np.cumsum(sizes) - sizes, np.memmap(scratch / "sets", np.uint64, "r")
     match, similarity = _match(buckets[order], n_grams, places[order], sizes[order], settings.threshold, stays)
     copies = np.flatnonzero(match >= 0)
