@@ -254,12 +254,11 @@ def decontaminate(
 
 def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> list[dict[str, Any]]:
     """One match for every item that is in a document: the first stretch that the item's runs cover."""
-    stretches: dict[int, list[int]] = {}
+    stretches: dict[int, tuple[int, int]] = {}
     for key, start, stop in hits[:, [KEY, START, STOP]].tolist():
         for number in index.of(key):
-            stretch = stretches.setdefault(number, [start, stop])
-            if start <= stretch[1]:
-                stretch[1] = max(stop, stretch[1])
+            begin, end = stretches.get(number, (start, stop))
+            stretches[number] = begin, max(stop, end) if start <= end else end
     names, matches = {"document": document["id"], "source": document["source"], "url": document["url"]}, []
     for number, (start, stop) in sorted(stretches.items()):
         item, text = index.items[number], document["text"].encode()[start:stop].decode()

@@ -78,8 +78,8 @@ def hash_words(data, offsets, text, table, searched):  # type: ignore[no-untyped
     [words, 2].
     """
     begin, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
-    words, places = np.empty(end - begin, np.uint64), None if searched is None else np.empty((end - begin, 2), np.int64)
-    i, count, whole, space = begin, 0, np.uint64(0), np.uint64(0)
+    words, count, i, whole, space = np.empty(end - begin, np.uint64), 0, begin, np.uint64(0), np.uint64(0)
+    places: Any = None if searched is None else np.empty((end - begin, 2), np.int64)
     while i < end:
         start, word = i, np.uint64(0)
         while i < end:
