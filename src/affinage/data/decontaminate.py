@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from affinage.cluster.executor import LOCAL, Executor
 from affinage.config.data import DecontaminateSettings
 from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
-from affinage.data.dedup import hash_words, longest_text, shingles
+from affinage.data.dedup import hash_words, longest_text, shingle_sets, shingles
 from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, numbered_files, read_documents
 from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
@@ -121,24 +121,6 @@ def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
 
 
 @kernel
-def _index(
-    data: Array, offsets: Array, table: Array, ngram: int, least: int, keys: Array, of: Array
-) -> tuple[int, Array]:
-    """Write hashes of the runs of texts, and which text's; how many, and words per run of each text or 0, int64 [N]."""
-    out, room = 0, longest_text(offsets)
-    words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)
-    lengths = np.zeros(offsets.size - 1, np.int64)
-    for text in range(offsets.size - 1):
-        count, _ = hash_words(data, offsets, text, table, words, places)
-        if min(ngram, count) >= least:
-            lengths[text] = min(ngram, count)
-            runs = shingles(words, count, ngram, np.uint64(0), keys[out:])
-            of[out : out + runs] = text
-            out += runs
-    return out, lengths
-
-
-@kernel
 def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Array, lengths: Array) -> Array:
     """The hits in all texts, int64 [H, 4]."""
     room = longest_text(offsets)
@@ -171,17 +153,16 @@ class ItemIndex:
         self.items, self.n_grams, self.boilerplate = tuple(items), n_grams, boilerplate
         least = min(n_grams, min_words)
         searched = [(k, *found) for k, item in enumerate(self.items) for found in search_texts(item, least)]
-        data, offsets = text_buffers(normalized([text for _, text, _ in searched]))
-        keys, of = np.empty(int(offsets[-1]) + 1, np.uint64), np.empty(int(offsets[-1]) + 1, np.int64)
-        count, lengths = _index(data, offsets, word_table(folded=True), n_grams, least, keys, of)
-        self.lengths = np.unique(lengths[lengths > 0])
-        findable = {k for (k, _, natural), length in zip(searched, lengths) if natural and length}
+        found, (sizes, *_, words) = shingle_sets(normalized([text for _, text, _ in searched]), n_grams, searched=True)
+        lengths, long = np.minimum(words, n_grams), words >= least
+        self.lengths = np.unique(lengths[long])  # words of a run
+        findable = {k for (k, _, natural), enough in zip(searched, long) if natural and enough}
         self.too_short = Counter(item.benchmark for k, item in enumerate(self.items) if k not in findable)
 
-        members = np.array([k for k, *_ in searched], np.int64)[of[:count]]
+        members = np.repeat(np.array([k for k, *_ in searched], np.int64), sizes)
         benchmarks = pa.array([item.benchmark for item in self.items], pa.string()).take(pa.array(members))
-        runs = pa.table({"run": keys[:count], "benchmark": benchmarks, "item": members})
-        runs = runs.group_by(["run", "benchmark", "item"]).aggregate([])
+        runs = pa.table({"run": found, "benchmark": benchmarks, "item": members})
+        runs = runs.filter(np.repeat(long, sizes)).group_by(["run", "benchmark", "item"]).aggregate([])
         rare = runs.group_by(["run", "benchmark"]).aggregate([("item", "count")])
         rare = rare.filter(pc.field("item_count") <= boilerplate)
         runs = runs.join(rare, ["run", "benchmark"], join_type="left semi").sort_by("run")

@@ -31,7 +31,7 @@ from affinage.data.documents import Stats, Verdicts, copy_documents, document_fi
 MAX_COMPARED = 256  # kept documents of one bucket that a document is compared with, the nearest in rank first
 REMOVED = "removed.parquet"
 _MARKUP = r"</?[a-zA-Z][^<>]*>|&#?\w{2,8};"
-_FACTS = ("size", "content", "markup", "bytes")
+_FACTS = ("size", "content", "markup", "bytes", "words")
 _NAMED = pa.schema(dict.fromkeys(("id", "source"), pa.string()) | dict.fromkeys(_FACTS, pa.int64()))
 _BEST_FIRST = [("released", "descending"), ("markup", "ascending"), ("size", "descending")]
 _BEST_FIRST += [(name, "ascending") for name in ("bytes", "id", "source", "content", "document")]
@@ -177,30 +177,32 @@ def _write_set(hashes: Array, out: Array) -> int:
 
 
 @kernel
-def _shingle_sets(data: Array, offsets: Array, table: Array, ngram: int, out: Array, facts: Array) -> int:
+def _shingle_sets(data, offsets, table, ngram, places, out, facts):  # type: ignore[no-untyped-def]
     room, total = longest_text(offsets), 0
     words, runs = np.empty(room, np.uint64), np.empty(room, np.uint64)
     for text in range(offsets.size - 1):
-        count, content = hash_words(data, offsets, text, table, words, None)
+        count, content = hash_words(data, offsets, text, table, words, places)
         size = _write_set(runs[: shingles(words, count, ngram, content, runs)], out[total:])
         marked = False
         for byte in data[offsets[text] : offsets[text + 1]]:
             marked |= (byte == 0x3C) | (byte == 0x26)
-        facts[0, text], facts[1, text], facts[2, text] = size, np.int64(content), marked
+        facts[0, text], facts[1, text], facts[2, text], facts[4, text] = size, np.int64(content), marked, count
         total += size
     return total
 
 
-def shingle_sets(text: pa.Array, ngram: int) -> tuple[np.ndarray, np.ndarray]:
-    """The sorted distinct shingles of N texts end to end, uint64, and facts about each text, int64 [4, N].
+def shingle_sets(text: pa.Array, ngram: int, *, searched: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """The sorted distinct shingles of N texts end to end, uint64, and facts about each text, int64 [5, N].
 
-    These are how many shingles it has, its hash, how many HTML tags and entities, and how many bytes.
+    These are how many shingles it has, its hash, how many HTML tags and entities, bytes and words. The words of texts
+    that are `searched` for are folded, and HTML separates them.
     """
     data, offsets = text_buffers(text)
+    places = np.empty((longest_text(offsets), 2), np.int64) if searched else None
     facts = np.empty((len(_FACTS), len(text)), np.int64)
     facts[3] = np.diff(offsets)
     out = np.empty(int(offsets[-1] - offsets[0]) + len(text) + 1, np.uint64)  # a text has no more words than bytes
-    total = _shingle_sets(data, offsets, word_table(), ngram, out, facts)
+    total = _shingle_sets(data, offsets, word_table(folded=searched), ngram, places, out, facts)
     marked = facts[2] > 0  # texts with < or &
     facts[2, marked] = pc.count_substring_regex(text.filter(pa.array(marked)), _MARKUP)
     return out[:total], facts

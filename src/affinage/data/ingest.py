@@ -77,7 +77,7 @@ def ingest(
     return total.summary() | counts | ({"commits": commits} if commits else {})
 
 
-def find_parts(source: SourceSettings, where: str, *, of_text: bool = True) -> tuple[SourceSettings, Sequence[Part]]:
+def find_parts(source: SourceSettings, where: str) -> tuple[SourceSettings, Sequence[Part]]:
     """The settings of a located source, with the commit of a dataset of the Hub as its revision, and the parts of it.
 
     Raises UserError if the source, or its column of text, is not there.
@@ -85,7 +85,7 @@ def find_parts(source: SourceSettings, where: str, *, of_text: bool = True) -> t
     if source.path:
         return source, find(source.path, source, where)
     source = at_commit(source, where) if is_on_hub(source) else source
-    return source, parts_of(source, where, of_text=of_text)
+    return source, parts_of(source, where)
 
 
 def check(source: SourceSettings, settings: DataSettings) -> None:

@@ -66,24 +66,23 @@ def split(
 def _held_out(source: Path, settings: SplitSettings, seed: int) -> np.ndarray:
     """Which documents are for validation, bool [N]."""
     share, separator = settings.validation_fraction, settings.group_separator
-    key_parts, name_parts = [np.zeros(0, np.uint64)], list[pa.Array]()  # 12 bytes of every document
+    parts = [pa.table({"key": pa.array([], pa.uint64()), "group": pa.array([], pa.string()).dictionary_encode()})]
     for batch in read_documents(source, ["id", "source", "language"]):
         if separator:
             ids = [id.split(separator, 1)[0] for id in batch["id"].to_pylist()]
             batch = batch.set_column(batch.schema.get_field_index("id"), "id", pa.array(ids, pa.string()))
-        key_parts.append(document_keys(batch, seed, "validation"))
-        names = pc.binary_join_element_wise(batch["source"], batch["language"], "\n")
-        name_parts.append(names.dictionary_encode())
-    keys = np.concatenate(key_parts)
-    names = pa.chunked_array(name_parts, pa.dictionary(pa.int32(), pa.string())).unify_dictionaries().combine_chunks()
-    chosen = np.zeros(keys.size, bool)
-    for number in range(len(names.dictionary)):
-        members = np.flatnonzero(names.indices.to_numpy() == number)
-        different = np.unique(keys[members]).size
+        group = pc.binary_join_element_wise(batch["source"], batch["language"], "\n").dictionary_encode()
+        parts.append(pa.table({"key": document_keys(batch, seed, "validation"), "group": group}))  # 12 bytes a document
+    documents = pa.concat_tables(parts).unify_dictionaries()
+    chosen = [np.zeros(0, np.uint64)]
+    for keys in documents.group_by("group").aggregate([("key", "list")])["key_list"]:
+        members = np.sort(keys.values)
+        different = np.unique(members).size
         count = max(round(share * members.size), 1 if different >= A_FEW else 0)
         if different > 1 or members.size == 1:  # else all of it would go
-            chosen[members[np.argsort(keys[members], kind="stable")[:count]]] = True
-    return np.isin(keys, keys[chosen])  # what belongs together goes whole, though its languages may differ
+            chosen.append(members[:count])
+    # What belongs together goes whole, though its languages may differ.
+    return np.isin(documents["key"], np.concatenate(chosen))
 
 
 def cut_tail(text: str, share: float) -> tuple[str, str]:

@@ -20,7 +20,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Integer
+from jaxtyping import Float, Integer
 
 from affinage.data.code_points import kernel
 from affinage.data.special_tokens import MARKS, Marks
@@ -246,6 +246,8 @@ class TokenShards:
         place = url or str(folder)
         self._shards = self._open(Path(fsspec.core.strip_protocol(place)), "tokens-") if is_local(place) else []
         self._masks = self._open(folder, "loss_mask-")
+        self.reference: Float[np.ndarray, "rows documents"] | None = None
+        """Of preferences: the log-probabilities that the reference gives the documents of each row."""
 
     def _open(self, folder: Path, kind: str) -> list[np.ndarray]:
         arrays = []
@@ -295,6 +297,11 @@ class TokenShards:
         if not self._masks:
             return tokens, np.ones(tokens.shape, np.uint8)
         return tokens, np.concatenate([self._masks[shard][row] for shard, row in places]).reshape(tokens.shape)
+
+    def fields(self, rows: Integer[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """Return what a batch has of rows: their `tokens` and `mask` (see `read`), of preferences their `reference`."""
+        fields = dict(zip(("tokens", "mask"), self.read(rows), strict=True))
+        return fields if self.reference is None else fields | {"reference": self.reference[rows]}
 
     def _download(self, places: list[tuple[int, int]]) -> list[np.ndarray]:
         """Read rows at the URL, each by a range request, all at the same time where the file system can."""
