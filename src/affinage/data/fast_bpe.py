@@ -6,7 +6,6 @@ becomes its bytes.
 """
 
 import heapq
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -72,9 +71,8 @@ def _classes(pieces: Sequence[str]) -> np.ndarray:
     classes = np.where(letters, np.uint8(LETTER), np.uint8(OTHER))
     classes[ord(" ")] = SPACE
     classes[[ord("\n"), ord("\t")]] = ALONE
-    bounds = [(start, end) for start, end in itertools.pairwise(offsets.astype(np.int64)) if end > start]
     for too_fine in (OTHER, SPACE):
-        if any(_word_end(data, start, end, classes) != end for start, end in bounds):
+        if len(_cut(data, offsets, classes)[0]) > len(offsets):  # there are more words than pieces
             classes[classes == too_fine] = LETTER
     return classes
 

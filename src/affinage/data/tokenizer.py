@@ -22,7 +22,7 @@ from tokenizers import pre_tokenizers
 
 from affinage.data.chat import ChatTemplate
 from affinage.data.fast_bpe import FastBpe
-from affinage.data.special_tokens import BOS, CODE_FRAME, CODE_LANGUAGE, FIXED_PIECES, IM_END, MARKS, NAMED, UNK, Marks
+from affinage.data.special_tokens import BOS, CODE_FRAME, CODE_LANGUAGE, FIXED_PIECES, MARKS, NAMED, UNK, Marks
 from affinage.errors import UserError
 from affinage.json_files import encodable, read_object, write_atomically, write_json
 
@@ -156,15 +156,13 @@ class Tokenizer:
     @property
     def stops(self) -> tuple[int, ...]:
         """Ids that end an answer of a model: ends of texts, of messages, and those that the model's files name."""
-        own = (MARKS.end, IM_END) if self.fixed_ids else (self.eos, self.marks.end, self.id_of("<|im_end|>"))
         ends = () if self.template is None else self.template.ends
-        return tuple(dict.fromkeys(id_ for id_ in (*own, *self._configured_stops, *ends) if id_ is not None))
+        named = (self.eos, self.marks.end, self.id_of("<|im_end|>"), *self._configured_stops, *ends)
+        return tuple(dict.fromkeys(id_ for id_ in named if id_ is not None))
 
     @cached_property
     def marks(self) -> Marks:
         """The ids by which rows of documents are read. Raises UserError if none ends a document."""
-        if self.fixed_ids:
-            return MARKS
         # A chat model's eos_token may end messages, not documents.
         ends = (self.eos, self.id_of("<|endoftext|>"), self.pad)
         end = next((id_ for id_ in ends if id_ not in (None, self.id_of("<|im_end|>"))), None)
@@ -275,8 +273,8 @@ class Tokenizer:
         text = _plain(text)
         ends = [end for _, end in self._fast.encode(text, add_special_tokens=False).offsets]
         ends[-1:] = [len(text)] if ends else []
-        bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
-        return np.diff(np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)]))
+        places = pairwise(accumulate(ends, max, initial=0))
+        return np.array([len(text[begin:end].encode()) for begin, end in places], np.int64)
 
     def unspelled(self, text: str) -> int:
         """Return how many characters of a text are in none of its tokens, or only in the unknown one."""
