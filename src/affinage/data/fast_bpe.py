@@ -38,9 +38,8 @@ class FastBpe:
         bytes_ids = set(of_bytes.tolist())
         spelled = {piece: id_ for piece, id_ in pieces.items() if id_ not in bytes_ids}
         of_characters = np.full(CODE_POINTS, -1, np.int32)
-        for piece, id_ in spelled.items():
-            if len(piece) == 1:
-                of_characters[ord(piece)] = id_
+        single = [piece for piece in spelled if len(piece) == 1]
+        of_characters[[*map(ord, single)]] = [spelled[piece] for piece in single]
         joins = sorted(
             (spelled[piece[:cut]], spelled[piece[cut:]] << 32 | id_)
             for piece, id_ in spelled.items()

@@ -317,8 +317,6 @@ def _object_in(path: Path) -> dict[str, Any]:
 
 def _plain(text: str) -> str:
     """The text without what UTF-8 has no form for, and without the two noncharacters that are used here."""
-    if text.isascii():
-        return text
     return encodable(text).replace(_MARK, REPLACEMENT).replace(_GUARD, REPLACEMENT)
 
 
