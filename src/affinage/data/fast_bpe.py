@@ -6,7 +6,6 @@ becomes its bytes.
 """
 
 import heapq
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,9 +38,8 @@ class FastBpe:
         bytes_ids = set(of_bytes.tolist())
         spelled = {piece: id_ for piece, id_ in pieces.items() if id_ not in bytes_ids}
         of_characters = np.full(CODE_POINTS, -1, np.int32)
-        for piece, id_ in spelled.items():
-            if len(piece) == 1:
-                of_characters[ord(piece)] = id_
+        single = [piece for piece in spelled if len(piece) == 1]
+        of_characters[[*map(ord, single)]] = [spelled[piece] for piece in single]
         joins = sorted(
             (spelled[piece[:cut]], spelled[piece[cut:]] << 32 | id_)
             for piece, id_ in spelled.items()
@@ -72,28 +70,33 @@ def _classes(pieces: Sequence[str]) -> np.ndarray:
     classes = np.where(letters, np.uint8(LETTER), np.uint8(OTHER))
     classes[ord(" ")] = SPACE
     classes[[ord("\n"), ord("\t")]] = ALONE
-    bounds = [(start, end) for start, end in itertools.pairwise(offsets.astype(np.int64)) if end > start]
     for too_fine in (OTHER, SPACE):
-        if any(_word_end(data, start, end, classes) != end for start, end in bounds):
+        if len(_cut(data, offsets, classes)[0]) > len(offsets):  # there are more words than pieces
             classes[classes == too_fine] = LETTER
     return classes
 
 
 @kernel
-def _word_end(data: np.ndarray, start: np.int64, end: np.int64, classes: np.ndarray) -> np.int64:
-    """Where the word ends that begins at `start`: spaces, then characters of one class; or a newline or tab."""
-    i, kind = start, np.int64(SPACE)
-    while i < end:
-        code, size = decode(data, i)
-        here = np.int64(classes[code])
-        if here != kind:
-            if here == ALONE:
-                return i if i > start else i + size
-            if kind != SPACE:
-                return i
-            kind = here
-        i += size
-    return i
+def _cut(data: np.ndarray, offsets: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the words of all texts begin, int64 [words + 1], and how many come before each text's end.
+
+    A word is spaces, then characters of one class; or a newline or tab.
+    """
+    cuts, ends = np.empty(data.size + 1, np.int64), np.empty(offsets.size - 1, np.int64)
+    count, i = 0, np.int64(0)
+    for text in range(ends.size):
+        before = ALONE  # the class of the character before: a text begins with a word
+        while i < offsets[text + 1]:
+            code, size = decode(data, i)
+            here = classes[code]
+            if here == ALONE or (before != here and before != SPACE):
+                cuts[count] = i
+                count += 1
+            before = here
+            i += size
+        ends[text] = count
+    cuts[count] = i
+    return cuts[: count + 1], ends
 
 
 @kernel
@@ -154,21 +157,6 @@ def _merge(data: np.ndarray, offsets: np.ndarray, known: Vocabulary, out: np.nda
             left = after[left]
         bounds[word + 1] = at
     return bounds
-
-
-@kernel
-def _cut(data: np.ndarray, offsets: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the words of all texts begin, int64 [words + 1], and how many come before each text's end."""
-    cuts, ends = np.empty(data.size + 1, np.int64), np.empty(offsets.size - 1, np.int64)
-    count, start = 0, np.int64(0)
-    for text in range(ends.size):
-        while start < offsets[text + 1]:
-            cuts[count] = start
-            start = _word_end(data, start, np.int64(offsets[text + 1]), classes)
-            count += 1
-        ends[text] = count
-    cuts[count] = start
-    return cuts[: count + 1], ends
 
 
 @kernel
