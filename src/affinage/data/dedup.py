@@ -13,7 +13,6 @@ all words of a shorter text.
 
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,66 +284,60 @@ def find_duplicates(
     Each row has their names and those of the documents that stay, and the similarity. Passes leave files in `scratch`.
     """
     scratch.mkdir(parents=True, exist_ok=True)
-    starts = first_documents(files)
-    tasks = list(zip(range(len(files)), files, starts))
-    executor.map(partial(_write_signatures, settings, scratch), tasks, scratch / "sign", threads=True, label="signing")
+    starts, bands = first_documents(files), range(settings.num_buckets)
     candidates = np.zeros(starts[-1], bool)  # documents that share a key
-    for band in range(settings.num_buckets):
-        keys = _keys(scratch, len(files), band)
+
+    def write_signatures(task: tuple[int, Path, int]) -> None:
+        """Pass 1: write the keys of one file, uint64 [bands, documents]."""
+        number, path, _ = task
+        parts = [np.zeros((len(bands), 0), np.uint64)]
+        for batch in read_documents(path, ["text"]):
+            parts.append(sign(batch["text"], settings.n_grams, len(bands), settings.hashes_per_bucket))
+        np.save(scratch / f"keys-{number}.npy", np.concatenate(parts, axis=1))
+
+    def keys_of(band: int) -> np.ndarray:
+        """The keys of one band, uint64 [documents of all files]."""
+        return np.concatenate([np.load(scratch / f"keys-{k}.npy", mmap_mode="r")[band] for k in range(len(files))])
+
+    def gather(task: tuple[int, Path, int]) -> None:
+        """Pass 3: write facts about the candidates of one file, and the n-grams of each end to end."""
+        number, path, start = task
+        names = pa.ipc.new_file(scratch / f"candidates-{number}", _NAMED)
+        with names, (scratch / f"sets-{number}").open("wb") as sets:
+            for batch in read_documents(path, ["id", "source", "text"]):
+                batch, start = batch.filter(pa.array(candidates[start : start + len(batch)])), start + len(batch)
+                own_sets, facts = shingle_sets(batch["text"], settings.n_grams)
+                own_sets.tofile(sets)
+                # Released documents may be without names.
+                own = {key: batch[key] if key in batch.schema.names else [""] * len(batch) for key in ("id", "source")}
+                names.write_table(pa.table(own | dict(zip(_FACTS, facts)), _NAMED))
+
+    tasks = list(zip(range(len(files)), files, starts))
+    executor.map(write_signatures, tasks, scratch / "sign", threads=True, label="signing")
+    for keys in map(keys_of, bands):
         order = np.argsort(keys)
         same = np.flatnonzero(np.diff(keys[order]) == 0)
         candidates[order[same]] = candidates[order[same + 1]] = True
-    gather = partial(_gather, settings, scratch, candidates)
     executor.map(gather, tasks, scratch / "gather", threads=True, label="gathering")
-    return _compare(settings, scratch, candidates, len(files), starts[released])
+    buckets = [np.unique(keys_of(band)[candidates], return_inverse=True)[1].astype(np.int32) for band in bands]
+    documents = np.flatnonzero(candidates) - starts[released]
+    return _compare(documents, np.stack(buckets, axis=1), settings.threshold, scratch, len(files))
 
 
-def _write_signatures(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int]) -> None:
-    """Pass 1: write the keys of one file, uint64 [bands, documents]."""
-    number, path, _ = task
-    parts = [np.zeros((settings.num_buckets, 0), np.uint64)]
-    for batch in read_documents(path, ["text"]):
-        parts.append(sign(batch["text"], settings.n_grams, settings.num_buckets, settings.hashes_per_bucket))
-    np.save(scratch / f"keys-{number}.npy", np.concatenate(parts, axis=1))
-
-
-def _keys(scratch: Path, files: int, band: int) -> np.ndarray:
-    """The keys of one band, uint64 [documents of all files]."""
-    return np.concatenate([np.load(scratch / f"keys-{number}.npy", mmap_mode="r")[band] for number in range(files)])
-
-
-def _gather(settings: DedupSettings, scratch: Path, candidates: np.ndarray, task: tuple[int, Path, int]) -> None:
-    """Pass 3: write facts about the candidates of one file, and the n-grams of each end to end."""
-    number, path, start = task
-    names = pa.ipc.new_file(scratch / f"candidates-{number}", _NAMED)
-    with names, (scratch / f"sets-{number}").open("wb") as sets:
-        for batch in read_documents(path, ["id", "source", "text"]):
-            batch, start = batch.filter(pa.array(candidates[start : start + len(batch)])), start + len(batch)
-            own_sets, facts = shingle_sets(batch["text"], settings.n_grams)
-            own_sets.tofile(sets)
-            # Released documents may be without names.
-            own = {name: batch[name] if name in batch.schema.names else [""] * len(batch) for name in ("id", "source")}
-            names.write_table(pa.table(own | dict(zip(_FACTS, facts)), _NAMED))
-
-
-def _compare(settings: DedupSettings, scratch: Path, candidates: Array, files: int, released: int) -> pa.Table:
-    """Pass 4: the table of the removed documents. N-grams stay in a mapped file."""
+def _compare(documents: Array, buckets: Array, threshold: float, scratch: Path, files: int) -> pa.Table:
+    """Pass 4: the table of the removed of candidates, with the buckets of each. N-grams stay in a mapped file."""
     with (scratch / "sets").open("wb") as joined:
         for number in range(files):
             with (scratch / f"sets-{number}").open("rb") as sets:
                 shutil.copyfileobj(sets, joined, 1 << 20)
         joined.write(bytes(8))  # an empty file cannot be mapped
     table = pa.concat_tables(feather.read_table(scratch / f"candidates-{number}") for number in range(files))
-    documents = np.flatnonzero(candidates) - released
     table = table.append_column("document", pa.array(documents))
     table = table.append_column("released", pa.array(documents < 0))
     sizes, stays = table["size"].to_numpy(), int(np.searchsorted(documents, 0))
     order = pc.sort_indices(table, _BEST_FIRST).to_numpy()
-    buckets = np.empty((len(table), settings.num_buckets), np.int32)
-    for band in range(settings.num_buckets):
-        buckets[:, band] = np.unique(_keys(scratch, files, band)[candidates], return_inverse=True)[1]
     table, places, n_grams = table.take(order), np.cumsum(sizes) - sizes, np.memmap(scratch / "sets", np.uint64, "r")
-    match, similarity = _match(buckets[order], n_grams, places[order], sizes[order], settings.threshold, stays)
+    match, similarity = _match(buckets[order], n_grams, places[order], sizes[order], threshold, stays)
     copies = np.flatnonzero(match >= 0)
     gone, kept = table.take(pa.array(copies)), table.take(pa.array(match[copies]))
     removed = {"document": gone["document"], "kept": kept["document"], "id": gone["id"], "source": gone["source"]}
