@@ -47,9 +47,8 @@ def make_batch(
     """
     begin = -1 if marks.begin is None else marks.begin
     pad = -1 if marks.pad == marks.end else marks.pad  # then no token comes before it in its segment: it never counts
-    segment_ids, positions, loss_mask = _divide(tokens, mask, begin, marks.end, pad)
-    fields = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
-    fields |= {"rows": rows.astype(np.int32)}
+    divided = zip(("segment_ids", "positions", "loss_mask"), _divide(tokens, mask, begin, marks.end, pad), strict=True)
+    fields = {"tokens": tokens, **dict(divided), "rows": rows.astype(np.int32)}
     return fields if reference is None else fields | {REFERENCE: reference}
 
 
@@ -213,10 +212,9 @@ class DataLoader:
 
     def where(self, step: int) -> list[tuple[str, int]]:
         """Return the folder and the row number of every row of the global batch of `step`."""
-        places: list[tuple[int, str, int]] = []
-        for name, taken, rows in self._rows(np.arange(step * self.batch_size, (step + 1) * self.batch_size)):
-            places += [(line, name, row) for line, row in zip(taken.tolist(), rows.tolist(), strict=True)]
-        return [(name, row) for _, name, row in sorted(places)]
+        drawn = self._rows(np.arange(step * self.batch_size, (step + 1) * self.batch_size))
+        places = {line: (name, row) for name, taken, rows in drawn for line, row in zip(taken.tolist(), rows.tolist())}
+        return [places[line] for line in range(self.batch_size)]
 
     def steps_of(self, folder: str, row: int, steps: int) -> list[int]:
         """Return which of the first `steps` steps draw a row of a folder: the inverse of `where`.

@@ -213,9 +213,7 @@ def decontaminate(
         """Return the hits in a file, whose documents are numbered from `first`."""
         rows, (path, first) = [], task
         for batch in read_documents(path, ["text"]):
-            hits = index.scan(batch.column("text"))
-            hits[:, TEXT] += first
-            rows += hits.tolist()
+            rows += (index.scan(batch.column("text")) + np.array([first, 0, 0, 0])).tolist()
             first += batch.num_rows
         return rows
 
@@ -321,8 +319,7 @@ def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:
         shards = TokenShards(path)
         border = shards.marks.end if shards.marks.begin is None else shards.marks.begin
         for rows in np.array_split(np.arange(shards.rows), -(-shards.rows // _ROWS)):
-            texts: list[np.ndarray] = []
-            for tokens in shards.read(rows)[0]:
-                texts += np.split(tokens, np.flatnonzero(tokens == border))
+            tokens, _ = shards.read(rows)
+            texts = [text for row in tokens for text in np.split(row, np.flatnonzero(row == border))]
             # One that is no more than a border is padding.
             yield normalized([tokenizer.decode(text.tolist()) for text in texts if text.size > 1])

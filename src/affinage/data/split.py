@@ -35,8 +35,8 @@ def split(
             DocumentWriter(folder / "train" / place, path.stem, statistics[0]) as train,
             DocumentWriter(folder / "validation" / place, path.stem, statistics[1]) as validation,
         ):
-            for before, batch in statistics[0].entering(path):
-                own = np.zeros(len(batch), bool) if held_out is None else held_out[first + before :][: len(batch)]
+            for number, batch in statistics[0].entering(path, first):
+                own = np.zeros(len(batch), bool) if held_out is None else held_out[number:][: len(batch)]
                 parts = [batch.filter(pa.array(~own)), batch.filter(pa.array(own))]
                 if settings.by == "tail":
                     cuts = [cut_tail(text, settings.validation_fraction) for text in batch["text"].to_pylist()]
