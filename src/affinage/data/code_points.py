@@ -94,13 +94,10 @@ def count_characters(text: pa.Array) -> np.ndarray:
 
 def text_buffers(text: Any) -> tuple[np.ndarray, np.ndarray]:
     """UTF-8 bytes (uint8) and offsets [N + 1] (int32, or int64 of large strings) of a string array without nulls."""
-    _, offsets, data = text.buffers()
     width = np.int64 if pa.types.is_large_string(text.type) else np.int32
-    bounds = np.frombuffer(offsets, width)[text.offset : text.offset + len(text) + 1]
-    content = np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
-    for view in (content, bounds):
-        view.flags.writeable = False  # Arrow's buffers differ in this, and a kernel is compiled for each kind
-    return content, bounds
+    # Read only, in which Arrow's buffers differ: a kernel is compiled for each kind.
+    offsets, data = (memoryview(part or b"").toreadonly() for part in text.buffers()[1:])
+    return np.frombuffer(data, np.uint8), np.frombuffer(offsets, width)[text.offset : text.offset + len(text) + 1]
 
 
 # ---- repair ----

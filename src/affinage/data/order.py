@@ -23,10 +23,14 @@ def shuffle_keys(names: Iterable[str], seed: int, purpose: str) -> np.ndarray:
     return np.frombuffer(digests, "<u8")
 
 
-def document_keys(batch: pa.RecordBatch, seed: int, purpose: str) -> np.ndarray:
-    """Return the shuffle keys of documents, uint64 [n]; an id is unique within its source only, so both count."""
+def document_keys(batch: pa.RecordBatch, seed: int, purpose: str, separator: str = "") -> np.ndarray:
+    """Return the shuffle keys of documents, uint64 [n]; an id is unique within its source only, so both count.
+
+    Those of one source whose ids agree up to a `separator` have the same key.
+    """
     pairs = zip(batch.column("source").to_pylist(), batch.column("id").to_pylist(), strict=True)
-    return shuffle_keys([f"{source}/{id}" for source, id in pairs], seed, purpose)
+    names = (f"{source}/{id.partition(separator)[0] if separator else id}" for source, id in pairs)
+    return shuffle_keys(names, seed, purpose)
 
 
 def permuted(indices: Integer[np.ndarray, " n"], size: int, *purpose: int | str) -> Integer[np.ndarray, " n"]:

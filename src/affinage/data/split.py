@@ -65,20 +65,17 @@ def split(
 
 def _held_out(source: Path, settings: SplitSettings, seed: int) -> np.ndarray:
     """Which documents are for validation, bool [N]."""
-    share, separator = settings.validation_fraction, settings.group_separator
     parts = [pa.table({"key": pa.array([], pa.uint64()), "group": pa.array([], pa.string()).dictionary_encode()})]
     for batch in read_documents(source, ["id", "source", "language"]):
-        if separator:
-            ids = [id.split(separator, 1)[0] for id in batch["id"].to_pylist()]
-            batch = batch.set_column(batch.schema.get_field_index("id"), "id", pa.array(ids, pa.string()))
+        keys = document_keys(batch, seed, "validation", settings.group_separator)
         group = pc.binary_join_element_wise(batch["source"], batch["language"], "\n").dictionary_encode()
-        parts.append(pa.table({"key": document_keys(batch, seed, "validation"), "group": group}))  # 12 bytes a document
+        parts.append(pa.table({"key": keys, "group": group}))  # 12 bytes of a document
     documents = pa.concat_tables(parts).unify_dictionaries()
     chosen = [np.zeros(0, np.uint64)]
-    for keys in documents.group_by("group").aggregate([("key", "list")])["key_list"]:
-        members = np.sort(keys.values)
+    for group in documents.group_by("group").aggregate([("key", "list")])["key_list"]:
+        members = np.sort(group.values)
         different = np.unique(members).size
-        count = max(round(share * members.size), 1 if different >= A_FEW else 0)
+        count = max(round(settings.validation_fraction * members.size), 1 if different >= A_FEW else 0)
         if different > 1 or members.size == 1:  # else all of it would go
             chosen.append(members[:count])
     # What belongs together goes whole, though its languages may differ.
