@@ -184,7 +184,7 @@ def _files_of(benchmarks: EvaluateSettings | MonitorSettings) -> tuple[str, ...]
 def _places(settings: DataSettings | TuningSettings) -> tuple[str, ...]:
     """Where the sources are whose files are read here; a dataset of the Hub is known by its revision."""
     places = [located(source, settings) for source in settings.sources]
-    return tuple(source.place for source in places if not is_on_hub(source))
+    return tuple(source.place for source in places if not is_on_hub(source) and source.path != POCKET_WORLD)
 
 
 def _is_of_world(tuning: TuningSettings | None) -> bool:
