@@ -56,15 +56,15 @@ def ingest(
         ]
     results = _read_all(tasks, folder, settings, executor)
 
-    for position, (source, own) in enumerate(zip(settings.sources, tasks.values())):
-        stats = Stats.total(results[task.stem] for task in own if task.stem in results)
+    of_sources = [Stats.total(results[task.stem] for task in own if task.stem in results) for own in tasks.values()]
+    for position, (source, stats) in enumerate(zip(settings.sources, of_sources)):
         if not stats.documents and not stats.counts["not_sampled"]:
             what = "there is no document in it"
             if reasons := [reason for reason, _ in stats.removed.most_common() if reason != UNKNOWN_KIND]:
                 one, count = stats.samples[reasons[0]][0], stats.removed.total()
                 what = f"none of its {count} records can be used; {one['id']}: {reasons[0]}: {one['detail']}"
             raise UserError(what, where=f"data.sources[{position}] ({source.place})")
-    total = Stats.total(results[task.stem] for own in tasks.values() for task in own if task.stem in results)
+    total = Stats.total(map(vars, of_sources))
     counts = {name: total.counts[name] for name in ("not_sampled", "lone_surrogates")}
     if not total.documents:
         what = f"the sample holds none of {counts['not_sampled']} documents"
