@@ -63,10 +63,9 @@ def word_table(*, folded: bool = False) -> np.ndarray:
     for low, high in ((0x3041, 0x3100), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x40000)):
         kinds[low:high][kinds[low:high] == WORD] = SINGLE
     lower = np.arange(CODE_POINTS, dtype=np.uint32)
-    for point in range(0x20000):
-        forms = [unicodedata.normalize("NFC", chr(point).casefold())] if folded else []
-        form = next((form for form in (*forms, chr(point).lower()) if len(form) == 1), chr(point))
-        lower[point] = ord(form)
+    for point, letter in enumerate(map(chr, range(0x20000))):
+        forms = (unicodedata.normalize("NFC", letter.casefold()) if folded else "", letter.lower(), letter)
+        lower[point] = ord(next(form for form in forms if len(form) == 1))
     return kinds << np.uint32(24) | lower
 
 

@@ -101,10 +101,9 @@ class Stage:
         slots = max(SLOTS, 4 * len(weights))
         shares = np.array(list(weights.values())) / sum(weights.values()) * slots
         counts = np.maximum(np.floor(shares).astype(np.int64), 1)
-        missing = slots - int(counts.sum())
-        counts[np.argsort(counts - shares, kind="stable")[: max(missing, 0)]] += 1
-        for _ in range(-missing):  # those with the minimum of one slot took more than their share
-            counts[np.argmax(np.where(counts > 1, counts - shares, -np.inf))] -= 1
+        while missing := slots - int(counts.sum()):  # below zero where the minimum of one slot took too many
+            step = np.sign(missing)
+            counts[np.argmax(np.where(counts + step > 0, step * (shares - counts), -np.inf))] += step
         numbers = np.repeat(np.arange(len(counts)), counts)
         ranks = np.arange(slots) - np.repeat(np.cumsum(counts) - counts, counts)
         order = np.argsort((ranks + 0.5) / counts[numbers], kind="stable")

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from affinage.cluster.executor import LOCAL, Executor
 from affinage.config.data import DecontaminateSettings
 from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
-from affinage.data.dedup import hash_words, longest_text, shingle_sets, shingles
+from affinage.data.dedup import hash_words, shingle_sets, shingles
 from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, numbered_files, read_documents
 from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
@@ -123,17 +123,15 @@ def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
 @kernel
 def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Array, lengths: Array) -> Array:
     """The hits in all texts, int64 [H, 4]."""
-    room = longest_text(offsets)
-    words, places, runs = np.empty(room, np.uint64), np.empty((room, 2), np.int64), np.empty(room, np.uint64)
     hits = [np.int64(0) for _ in range(0)]
     for text in range(offsets.size - 1):
-        word_count, _ = hash_words(data, offsets, text, words_table, words, places)
-        for length in lengths:
-            for k in range(shingles(words, word_count, length, np.uint64(0), runs) if word_count >= length else 0):
-                bit = np.int64(runs[k] & np.uint64(64 * bits.size - 1))
+        words, _, places = hash_words(data, offsets, text, words_table, True)
+        for length in lengths[lengths <= words.size]:
+            for k, run in enumerate(shingles(words, length, np.uint64(0))):
+                bit = np.int64(run & np.uint64(64 * bits.size - 1))
                 if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1):
-                    key = np.searchsorted(keys, runs[k])
-                    if key < keys.size and keys[key] == runs[k]:
+                    key = np.searchsorted(keys, run)
+                    if key < keys.size and keys[key] == run:
                         hits.extend((np.int64(text), key, places[k, 0], places[k + length - 1, 1]))
     return np.array(hits, np.int64).reshape(-1, 4)
 
@@ -256,12 +254,11 @@ def decontaminate(
 
 def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> list[dict[str, Any]]:
     """One match for every item that is in a document: the first stretch that the item's runs cover."""
-    stretches: dict[int, list[int]] = {}
+    stretches: dict[int, tuple[int, int]] = {}
     for key, start, stop in hits[:, [KEY, START, STOP]].tolist():
         for number in index.of(key):
-            stretch = stretches.setdefault(number, [start, stop])
-            if start <= stretch[1]:
-                stretch[1] = max(stop, stretch[1])
+            begin, end = stretches.get(number, (start, stop))
+            stretches[number] = begin, max(stop, end) if start <= end else end
     names, matches = {"document": document["id"], "source": document["source"], "url": document["url"]}, []
     for number, (start, stop) in sorted(stretches.items()):
         item, text = index.items[number], document["text"].encode()[start:stop].decode()

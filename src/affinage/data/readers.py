@@ -105,7 +105,7 @@ def _needed_columns(settings: SourceSettings, names: list[str] | None, where: st
 
 
 def _record_of(place: str, fields: Mapping[str, Any], settings: SourceSettings) -> Record | BadRecord:
-    """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
+    """A record from a JSON object, the row of a table, or a text; its id is `place` if it has none of its own."""
     text, key, url = _look_up(fields, settings.text_key), settings.text_key, settings.url_key
     if text is _ABSENT:
         names = encodable(", ".join(map(str, fields)))
@@ -113,11 +113,13 @@ def _record_of(place: str, fields: Mapping[str, Any], settings: SourceSettings) 
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     except UnicodeDecodeError as error:
-        return _not_utf8(place, error)
+        if settings.kind != "gutenberg":
+            return _not_utf8(place, error)
+        text = text.decode("cp1252", "replace")  # old books are in Windows' Latin letters
     if not isinstance(text, str):
         return BadRecord(place, "text is not a string", f"{key!r} is {type(text).__name__}", str(text)[:200])
     if not text.strip():
-        return BadRecord(place, "empty", f"{key!r} is empty")
+        return BadRecord(place, "empty", "there is no text in it")
     whole, values = encodable(text), {key: _word(fields, key) for key in _FIELD.findall(url) or [url]}
     return Record(
         id=_word(fields, settings.id_key) or place,
@@ -197,7 +199,7 @@ def _parts_of_book(book: Record) -> Iterator[Record | BadRecord]:
 # ---- text, lines and tables ----
 
 
-def _read_text(file: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
+def _read_text(file: Part, settings: SourceSettings) -> Iterator[Row | BadRecord]:
     with open_plain(file) as stream:
         content = stream.read(MAX_RECORD_BYTES + 1)
     if len(content) > MAX_RECORD_BYTES:
@@ -205,14 +207,7 @@ def _read_text(file: Part, settings: SourceSettings) -> Iterator[Record | BadRec
     elif content.startswith(b"%PDF") or b"\0" in content:
         yield BadRecord(file.name, "binary", "this is a PDF, UTF-16 or no text: it has NUL bytes")
     else:
-        try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            if settings.kind != "gutenberg":
-                yield _not_utf8(file.name, error)
-                return
-            text = content.decode("cp1252", "replace")  # old books are in Windows' Latin letters
-        yield Record(file.name, text) if text.strip() else BadRecord(file.name, "empty", "no text in the file")
+        yield file.name, {settings.text_key: content}
 
 
 def _read_lines(file: Part, settings: SourceSettings) -> Iterator[Row | BadRecord]:
