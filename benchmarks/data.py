@@ -144,7 +144,7 @@ def encode(quick: bool) -> Iterator[Result]:
         with DocumentWriter(folder / "train") as writer, DocumentWriter(folder / "validation"):
             for number, text in enumerate(texts):
                 writer.add(id=str(number), source="text", text=text)
-        train_tokenizer(folder, folder / "tokenizer", TokenizerSettings(vocab_size=3_000), (), seed=0)
+        train_tokenizer(folder, folder / "tokenizer", TokenizerSettings(vocab_size=3_000), ())
         ours = Tokenizer(folder / "tokenizer")
         model = sentencepiece.SentencePieceProcessor(model_file=str(ours.folder / "tokenizer.model"))
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
@@ -216,7 +216,7 @@ def sft(quick: bool) -> Iterator[Result]:
 
         def by_us() -> None:
             to = Path(name, f"out-{next(numbers)}")
-            prepare_tuning_data(settings, ours, to, seq_len=1024, seed=0, system_prompt="", executor=Executor())
+            prepare_tuning_data(settings, ours, to, seq_len=1024, system_prompt="", executor=Executor())
 
         def by_datasets() -> None:
             rows = datasets.Dataset.from_json(str(file), cache_dir=str(Path(name, f"cache-{next(numbers)}")))

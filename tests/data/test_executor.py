@@ -94,7 +94,7 @@ def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Execu
         partial(filter_documents, collected, cleaned, FilterSettings(), ("en",), executor=executor),
         partial(dedup, cleaned, unique, DedupSettings(threshold=0.9), executor=executor),
         partial(decontaminate, unique, clear, DecontaminateSettings(), items, executor=executor),
-        partial(split, clear, out, SplitSettings(validation_fraction=0.1), 0, executor=executor),
+        partial(split, clear, out, SplitSettings(validation_fraction=0.1), executor=executor),
     ):
         while len(summaries) < 5:
             try:

@@ -138,7 +138,7 @@ def _read_all(
     # until the source has given as much. So a little of a corpus is taken from many files, and much in whole files.
     for name, own in tasks.items():
         left = total = (own[0].source.max_bytes or 0) * settings.sample
-        order = np.argsort(shuffle_keys([task.stem for task in own], 0, "waves"), kind="stable")
+        order = np.argsort(shuffle_keys([task.stem for task in own], "waves"), kind="stable")
         waiting = [own[position] for position in order]
         while waiting and total and left >= 0.01 * total:
             count = min(WAVE, max(1, int(left // WAVE_BYTES)))
@@ -181,7 +181,7 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
                 if isinstance(record, BadRecord):
                     stats.counts.update(documents=1, bytes=len(record.text.encode(errors="replace")))
                     stats.remove(record.reason, id=record.id, source=task.name, text=record.text, detail=record.detail)
-                elif share == 1 or shuffle_keys([f"{task.name}/{record.id}"], 0, "sample")[0] < share * 2**64:
+                elif share == 1 or shuffle_keys([f"{task.name}/{record.id}"], "sample")[0] < share * 2**64:
                     yield record
                 else:
                     stats.counts["not_sampled"] += 1

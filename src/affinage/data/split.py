@@ -16,18 +16,16 @@ from affinage.errors import UserError
 A_FEW = 4  # a source and language with at least this many documents (or groups of them) gives one to validation
 
 
-def split(
-    source: Path, folder: Path, settings: SplitSettings, seed: int, *, executor: Executor = LOCAL
-) -> dict[str, Any]:
+def split(source: Path, folder: Path, settings: SplitSettings, *, executor: Executor = LOCAL) -> dict[str, Any]:
     """Divide documents into `folder/train` and `folder/validation` and return the step's summary.
 
     By document: of each source and language the share `validation_fraction`, and at least one of 4, goes to validation:
-    the documents whose hashes with the seed are smallest. With `group_separator` documents whose ids agree up to there
-    stay together. By tail: the last share of every document goes, with the same id. An interrupted call resumes.
+    the documents whose ids have the smallest hashes. With `group_separator` documents whose ids agree up to there stay
+    together. By tail: the last share of every document goes, with the same id. An interrupted call resumes.
     Raises UserError if nothing is left to train on.
     """
     by_document = settings.by == "document" and settings.validation_fraction > 0
-    held_out = _held_out(source, settings, seed) if by_document else None
+    held_out = _held_out(source, settings) if by_document else None
 
     def write(task: tuple[Path, int]) -> list[dict[str, Any]]:
         (path, first), statistics, place = task, (Stats(), Stats()), task[0].parent.relative_to(source)
@@ -63,11 +61,11 @@ def split(
     }
 
 
-def _held_out(source: Path, settings: SplitSettings, seed: int) -> np.ndarray:
+def _held_out(source: Path, settings: SplitSettings) -> np.ndarray:
     """Which documents are for validation, bool [N]."""
     parts = [pa.table({"key": pa.array([], pa.uint64()), "group": pa.array([], pa.string()).dictionary_encode()})]
     for batch in read_documents(source, ["id", "source", "language"]):
-        keys = document_keys(batch, seed, "validation", settings.group_separator)
+        keys = document_keys(batch, "validation", settings.group_separator)
         group = pc.binary_join_element_wise(batch["source"], batch["language"], "\n").dictionary_encode()
         parts.append(pa.table({"key": keys, "group": group}))  # 12 bytes of a document
     documents = pa.concat_tables(parts).unify_dictionaries()
