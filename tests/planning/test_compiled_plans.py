@@ -66,14 +66,11 @@ def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
     refused(compile_on, "quickstart", layout, find_slice("v4-8"), match="batch 6 of all devices does not")
 
 
-@pytest.mark.parametrize(
-    ("message", "needed"),
-    [
-        ("... the total memory required for HLO temporaries (19.50G) exceeds available HBM (15.75G).", 19.5),
-        ("... Ran out of memory in memory space hbm. Used 33.25G of 30.75G hbm. Exceeded hbm capacity by 2.5G.", 33.25),
-        ("... something else about HBM", 0),
-    ],
-)
+@pytest.mark.parametrize(("message", "needed"), [
+    ("... the total memory required for HLO temporaries (19.50G) exceeds available HBM (15.75G).", 19.5),
+    ("... Ran out of memory in memory space hbm. Used 33.25G of 30.75G hbm. Exceeded hbm capacity by 2.5G.", 33.25),
+    ("... something else about HBM", 0),
+])  # fmt: skip
 def test_the_refusals_of_the_compiler_are_read(message, needed):
     report = out_of_memory(f"RESOURCE_EXHAUSTED: {message}")
     assert not report.fits
