@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_what_runs_and_why import changed, keys
+from test_what_runs_and_why import changed, keys, real
 
 from affinage.config.load import load_recipe
 from affinage.model import ApplyConfig, apply, init_params, parse
@@ -35,7 +35,8 @@ def written(tmp_path):
 
 
 def check(loaded, name: str) -> None:
-    next(step for step in build_steps(loaded) if step.name == name).check(loaded)
+    runner = real(loaded, until=[name])
+    runner.check(runner.plan())
 
 
 def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):

@@ -167,6 +167,7 @@ class Plan:
                 what = f"a vocabulary of {vocab:,} does not divide by {unit}, the matrix unit"
                 yield f"{what}: {lost:.0%} of the logits' products are lost"
         yield from self._for_learning()
+        yield from never_begun(getattr(self.recipe, self.section), self.section)
         growing = sum(node.compute + node.memory for node in time.nodes)
         fixed = 1 - growing / time.seconds
         if fixed > _SMALL_BATCH and device.stages == 1:
@@ -205,6 +206,13 @@ class Plan:
             **{name: getattr(self, name) for name in figures},
             "warnings": [*self.warnings],
         }
+
+
+def never_begun(settings: TrainSettings, name: str) -> Iterator[str]:
+    """Yield a sentence about each stage of a mixture that would begin after the last step of the training `name`."""
+    for number, stage in enumerate(settings.mixture or ()):
+        if stage.from_step >= settings.steps:
+            yield f"{name}.mixture[{number}] never begins: it waits for step {stage.from_step:,} of {settings.steps:,}"
 
 
 def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
