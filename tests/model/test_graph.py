@@ -10,7 +10,7 @@ from pydantic import Field
 
 import tiny_graphs
 from affinage.config.training import LoraSettings
-from affinage.model import Adapters, ApplyConfig, apply, logical_axes, parse
+from affinage.model import Adapters, ApplyConfig, abstract_params, apply, logical_axes, parse
 from affinage.model.forward import for_decoding
 from affinage.model.layer import LAYERS, Layer, ParamSpec, register_layer
 from run_affinage import refused
@@ -94,6 +94,9 @@ def test_a_kind_of_ones_own_stands_in_a_graph_like_any_other():
         params, batch = tiny_graphs.random_params(graph), {"tokens": jnp.zeros((1, 3), jnp.int32)}
         params["mixed"]["mix"] = jnp.ones(32)
         values = jax.jit(lambda params: apply(graph, params, batch, ApplyConfig(until="mixed")).values)(params)
+        alone, on_gpu = parse(changed(("blocks.repeat", None))), ApplyConfig(platform="gpu", capability=None)
+        program = jax.make_jaxpr(lambda params: apply(alone, params, batch, on_gpu).values)(abstract_params(alone))
+        assert "remat" in str(program)  # a layer by itself is like one of several
         np.testing.assert_allclose(values["mixed"], 0.25 * values["blocks"] + 0.75 * values["embed"], rtol=1e-6)
         apply(graph, for_decoding(graph, params, jnp.float32), batch, ApplyConfig(until="mixed"))
         adapters = Adapters(graph, LoraSettings())

@@ -172,6 +172,13 @@ def test_products_that_were_kept_are_not_done_again():
     assert none <= dots < block and 0.15 * none < block - dots < 0.3 * none
 
 
+def test_a_layer_that_is_written_out_is_planned_as_one_that_is_repeated():
+    layers = (f"model.nodes.blocks.repeat={number}" for number in (1, "null"))
+    once, out = (plan_of(SMALL, "v4-8", each, "mesh={tensor: 4, data: 1}", "parallel.remat=block") for each in layers)
+    assert (out.memory, out.time.seconds) == (once.memory, once.time.seconds)
+    assert any("one by one" in line for line in out.warnings)
+
+
 def test_stages_wait_as_in_gpipe_and_less_in_several_rounds():
     given = "mesh={pipeline: 2, fsdp: 2}", "parallel.pipeline_micro_batches=4"
     for rounds in (1, 2):

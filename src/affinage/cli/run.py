@@ -14,6 +14,7 @@ from affinage.cli import terminal
 from affinage.cli.terminal import PipelineOptions, arg, emit, find, load, only_data_on_stdout, opt, write
 from affinage.cluster.processes import init_distributed
 from affinage.errors import UserError
+from affinage.registry import plugin_files
 from affinage.stopping import StopSignals, without_readers
 
 if TYPE_CHECKING:
@@ -114,8 +115,8 @@ def launch(
         if on == "ray":
             from affinage.cluster.ray_launch import RayLauncher
 
-            plugins = [loaded.beside(path, ("plugins", at)) for at, path in enumerate(loaded.recipe.plugins)]
-            files = {os.fspath(path.resolve()): path.read_bytes() for path in (*loaded.files, *plugins)}
+            paths = [*loaded.files, *(file for files in plugin_files(loaded).values() for file in files)]
+            files = {os.fspath(path.resolve()): path.read_bytes() for path in paths}
             cluster: Any = {"address": address, "min_workers": min_processes, "devices": devices}
             launcher = RayLauncher(processes, files=files, say=say, **cluster)
             start = cleanup.enter_context(contextlib.closing(launcher)).start

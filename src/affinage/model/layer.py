@@ -3,13 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from affinage.config.settings import Settings
+from affinage.config.training import LogicalAxis
+from affinage.errors import UserError
 from affinage.model.apply_config import ApplyConfig, Axes, PyTree
 from affinage.registry import Registry
 
@@ -22,7 +24,7 @@ Batch = Mapping[str, Array]
 Pairs = dict[str, tuple[Array, Array]]  # name -> (sum, count)
 
 
-class ShapeMismatch(ValueError):
+class ShapeMismatch(UserError):
     """A node was given an input it has no rule for; the message says what it expected."""
 
 
@@ -71,6 +73,11 @@ class ParamSpec:
     decay: bool = True  # whether weight decay applies: yes for matrices and embeddings, no for norms and biases
     inputs: tuple[int, ...] = ()  # of a hidden layer's matrix, the dimensions that its input is multiplied along
     used: int | None = None  # of the entries along the axis `experts`, how many multiply a token; None: all
+
+    def __post_init__(self) -> None:
+        known = get_args(LogicalAxis)
+        if len(self.axes) != len(self.shape) or not {*self.axes} <= {None, *known}:
+            raise ValueError(f"{self.shape} has the axes {self.axes}; each dimension has None or one of {known}")
 
     @property
     def size(self) -> int:
@@ -161,7 +168,7 @@ class Layer(Settings):
         return False
 
     def bind(self, nodes: Mapping[str, "Node"]) -> Self:
-        """The layer with what follows from other nodes of the graph; raises ValueError where nothing does."""
+        """The layer with what follows from other nodes of the graph; raises ShapeMismatch where nothing does."""
         return self
 
     @property
@@ -187,7 +194,7 @@ class Layer(Settings):
 
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Any:
         """The function itself: a value, or a Result."""
-        raise NotImplementedError
+        raise NotImplementedError("the class does not have it")
 
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
         """Operations of one forward pass at these sizes of B and S."""
