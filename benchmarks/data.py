@@ -60,10 +60,10 @@ def planted(count: int) -> tuple[list[str], list[tuple[int, int]]]:
 
 def keepers(documents: Path) -> np.ndarray:
     """Return for every text the one that is kept: itself, or the one that it is a copy of."""
+    from affinage.cluster.executor import Executor
     from affinage.config.data import DedupSettings
     from affinage.data.dedup import find_duplicates
     from affinage.data.documents import document_files, first_documents
-    from affinage.data.executor import Executor
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as scratch:
         files = document_files(documents)
@@ -144,7 +144,7 @@ def encode(quick: bool) -> Iterator[Result]:
         with DocumentWriter(folder / "train") as writer, DocumentWriter(folder / "validation"):
             for number, text in enumerate(texts):
                 writer.add(id=str(number), source="text", text=text)
-        train_tokenizer(folder, folder / "tokenizer", TokenizerSettings(vocab_size=3_000), (), seed=0)
+        train_tokenizer(folder, folder / "tokenizer", TokenizerSettings(vocab_size=3_000), ())
         ours = Tokenizer(folder / "tokenizer")
         model = sentencepiece.SentencePieceProcessor(model_file=str(ours.folder / "tokenizer.model"))
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
@@ -196,8 +196,8 @@ def sft(quick: bool) -> Iterator[Result]:
     from template_forms import SOURCES, folder_of
     from transformers import PreTrainedTokenizerFast
 
+    from affinage.cluster.executor import Executor
     from affinage.config.training import SftSettings
-    from affinage.data.executor import Executor
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.tuning_data import prepare_tuning_data
 
@@ -216,7 +216,7 @@ def sft(quick: bool) -> Iterator[Result]:
 
         def by_us() -> None:
             to = Path(name, f"out-{next(numbers)}")
-            prepare_tuning_data(settings, ours, to, seq_len=1024, seed=0, system_prompt="", executor=Executor())
+            prepare_tuning_data(settings, ours, to, seq_len=1024, system_prompt="", executor=Executor())
 
         def by_datasets() -> None:
             rows = datasets.Dataset.from_json(str(file), cache_dir=str(Path(name, f"cache-{next(numbers)}")))

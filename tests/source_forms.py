@@ -10,9 +10,9 @@ from typing import Any
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
+from affinage.cluster.executor import Executor
 from affinage.config.data import DataSettings
 from affinage.data.documents import DocumentWriter, read_documents
-from affinage.data.executor import Executor
 from affinage.data.ingest import ingest
 
 WORDS = {

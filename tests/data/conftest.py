@@ -18,14 +18,14 @@ def split_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def bpe(split_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("bpe")
-    train_tokenizer(split_folder, folder, TokenizerSettings(vocab_size=500), ("en", "fr"), seed=0)
+    train_tokenizer(split_folder, folder, TokenizerSettings(vocab_size=500), ("en", "fr"))
     return Tokenizer(folder)
 
 
 @pytest.fixture(scope="session")
 def characters(split_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("characters")
-    train_tokenizer(split_folder, folder, TokenizerSettings(kind="char"), ("en", "fr"), seed=0)
+    train_tokenizer(split_folder, folder, TokenizerSettings(kind="char"), ("en", "fr"))
     return Tokenizer(folder)
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_copies import jaccard_of, lexicon, near_copy, random_text, shingles_of, written
 
+from affinage.cluster.executor import Executor
 from affinage.config.data import DedupSettings
 from affinage.data.dedup import dedup, jaccard, shingle_sets, sign
-from affinage.data.executor import Executor
 from source_forms import rows_of, write_documents
 
 SETTINGS = DedupSettings()

@@ -11,10 +11,10 @@ import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
 from affinage import network
+from affinage.cluster.executor import Executor, open_executor
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings, FilterSettings, SplitSettings
 from affinage.data.decontaminate import BenchmarkItem, decontaminate
 from affinage.data.dedup import dedup
-from affinage.data.executor import Executor, open_executor
 from affinage.data.filters import filter_documents
 from affinage.data.ingest import ingest
 from affinage.data.split import split
@@ -94,7 +94,7 @@ def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Execu
         partial(filter_documents, collected, cleaned, FilterSettings(), ("en",), executor=executor),
         partial(dedup, cleaned, unique, DedupSettings(threshold=0.9), executor=executor),
         partial(decontaminate, unique, clear, DecontaminateSettings(), items, executor=executor),
-        partial(split, clear, out, SplitSettings(validation_fraction=0.1), 0, executor=executor),
+        partial(split, clear, out, SplitSettings(validation_fraction=0.1), executor=executor),
     ):
         while len(summaries) < 5:
             try:

@@ -134,7 +134,7 @@ def test_code_is_wrapped_in_the_rows(tmp_path, tokenizer):
     code = {"id": "c", "source": "stack", "language": "code", "text": CODE_TEXT}
     for part in ("train", "validation"):
         write_documents(tmp_path / "split" / part, [code, {"source": "web", "language": "en", "text": CODE_TEXT}])
-    tokenize(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=512), 0)
+    tokenize(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=512))
 
     def tokens(folder):
         (path,) = (tmp_path / "rows").glob(f"{folder}/tokens-*.npy")

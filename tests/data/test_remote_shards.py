@@ -47,7 +47,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def packed(split_folder: Path, tokenizer: Tokenizer, folder: Path, url: str = "", **others) -> Path:
     settings = PackingSettings(seq_len=32, num_shards=8, output_path=url)
-    tokenize(split_folder, tokenizer, folder, settings, seed=0, **others)
+    tokenize(split_folder, tokenizer, folder, settings, **others)
     return folder / "train"
 
 

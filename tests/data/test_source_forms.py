@@ -117,14 +117,14 @@ def test_wikitext_becomes_what_a_reader_reads():
 
 
 TEMPLATES = {
-    "le {{1er}} mai": "le 1er mai",
+    "le {{1er}} mai, le {{1er|juin}}, la {{2e|fois}}": "le 1er mai, le 1er juin, la 2e fois",
     "de {{formatnum:12345}} mots": "de 12345 mots",
     "le {{numéro|5}} ou n{{o|5}}": "le nº 5 ou nº 5",
     "aux {{s2|XVIII|XIX}}": "aux XVIIIe et XIXe siècles",
     "par {{Lien|Nom}} ou {{Lien|fr=Lui|trad=Him}}": "par Nom ou Lui",
-    "de {{nombre|1000|mots}} au XX{{e}}": "de 1000 mots au XXe",
+    "{{nombre|1000|mots}} au XX{{e}}, le {{e|5}}, 5{{ème}}, M{{e|me}} X": "1000 mots au XXe, le 5e, 5e, Mme X",
     "avec {{M.|}} Dupont et {{M.|Martin}}": "avec M. Dupont et M. Martin",
-    "about {{frac|1|2}} of {{lang-en|word}} or {{langx|en|text=two}}": "about 1/2 of word or two",
+    "about {{frac|1|1|2}} of {{lang-en|word}} or {{langx|en|text=two}}": "about 1 1/2 of word or two",
     "There are, {{as of|2010}}, ten{{nbsp}}km; {{quote|1=so it is}}": "There are, as of 2010, ten\u00a0km; so it is",
     "a {{unknown one|word}} in it": "a word in it",
     "Text. {{cite web|title=x|url=y}}\n{{Portail|Architecture}}": "Text.",

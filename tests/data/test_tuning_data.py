@@ -34,7 +34,7 @@ def prepare(folder: Path, tokenizer: Tokenizer, *sources, seq_len: int = 160, se
             source = write_lines(folder / f"source-{number}.jsonl", lines)
         found.append(source if isinstance(source, dict) else str(source))
     settings = (DpoSettings if pairs else SftSettings).model_validate(SETTINGS | {"sources": found} | others)
-    more = {"seq_len": seq_len, "seed": 0, "system_prompt": "", "searched": searched}
+    more = {"seq_len": seq_len, "system_prompt": "", "searched": searched}
     return prepare_tuning_data(settings, tokenizer, folder / "rows", **more)
 
 

@@ -88,9 +88,8 @@ def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, answer
         assert bool(expected[each["id"]]) == (each["part"] == "train")
     shown = affinage("data", "search", str(run), SECRET)[1].splitlines()
     for each in found["documents"]:  # a line for each row that holds it, which ends with the steps
-        ends = [f" {row['number']:,} {', '.join(map(str, row['steps']))}".rstrip() for row in each["rows"]] or [
-            "held out"
-        ]
+        ends = [f" {row['number']:,} {', '.join(map(str, row['steps']))}".rstrip() for row in each["rows"]]
+        ends = ends or [" held out –"]
         lines = [re.sub(" +", " ", line).rstrip() for line in shown if line.startswith(f"{each['id']} ")]
         assert len(lines) == len(ends) and all(line.endswith(end) for line, end in zip(lines, ends)), shown
     assert "There are more" in affinage("data", "search", str(run), SECRET, "--limit", "1")[1]

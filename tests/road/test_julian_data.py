@@ -108,7 +108,7 @@ def test_every_source_of_the_mixture_becomes_rows(tmp_path: Path):
             pq.write_table(pa.Table.from_pylist(items), folder / "train-00000-of-00001.parquet")
     overrides = [f"sft.mirror={tmp_path}/talks", "sft.seq_len=256", "sft.validation_fraction=0"]
     settings = load_recipe("julian-sft", overrides).recipe.sft
-    rows = {"seq_len": 256, "seed": 0, "system_prompt": settings.system_prompt}
+    rows = {"seq_len": 256, "system_prompt": settings.system_prompt}
     summary = prepare_tuning_data(settings, tokenizer(), tmp_path / "rows", **rows)
     train = tmp_path / "rows" / "train"
     counts = {name: read_object(train / name / "shards.json")["conversations"] for name in TALKS}

@@ -1,1 +1,1 @@
-"""The processes of a run on one or many machines: what they agree on, and how they are started."""
+"""The processes of a run on one or many machines, and the tasks of a data step on them: how all are started."""

@@ -155,7 +155,7 @@ class Recipe(Settings):
     description: str = ""
     """One sentence for `affinage recipes`, the report and the model card; not inherited from a base."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of everything random: weights, order of data, splits, samples."""
+    """Seed of weights, the order of the data, dropout, and the pocket world; never of what is held out."""
     data: DataSettings | None = None
     init_from: str | None = None
     """Folder of an imported model, whose weights and tokenizer are the starting point in place of new ones."""

@@ -267,8 +267,8 @@ class ConversationSettings(PlaceSettings):
     """Maximum number of examples, drawn at random by the seed."""
 
     def as_source(self) -> SourceSettings:
-        """Return the same place as a source of text, for what finds and opens files."""
-        return SourceSettings(**{name: getattr(self, name) for name in PlaceSettings.model_fields})
+        """Return the same place as a source without a text column, for what finds and opens files."""
+        return SourceSettings(text_key="", **{name: getattr(self, name) for name in PlaceSettings.model_fields})
 
 
 Conversations = Annotated[

@@ -166,10 +166,9 @@ class ChatTemplate:
         spans: list[Span] = []
         place = len(text)
         for number in range(len(messages) - 1, first - 1, -1):
-            content, end = messages[number]["content"], place - len(seam)
-            if not text.endswith(content + seam, 0, place):
-                content = content.strip()  # as some templates do
-            if not text.endswith(content + seam, 0, place):
+            said, end = messages[number]["content"], place - len(seam)
+            written = (form for form in (said, said.strip()) if text.endswith(form + seam, 0, place))  # some strip it
+            if (content := next(written, None)) is None:
                 return None
             place = end - len(content)
             if number in trained:

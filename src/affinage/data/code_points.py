@@ -63,10 +63,9 @@ def word_table(*, folded: bool = False) -> np.ndarray:
     for low, high in ((0x3041, 0x3100), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x40000)):
         kinds[low:high][kinds[low:high] == WORD] = SINGLE
     lower = np.arange(CODE_POINTS, dtype=np.uint32)
-    for point in range(0x20000):
-        forms = [unicodedata.normalize("NFC", chr(point).casefold())] if folded else []
-        form = next((form for form in (*forms, chr(point).lower()) if len(form) == 1), chr(point))
-        lower[point] = ord(form)
+    for point, letter in enumerate(map(chr, range(0x20000))):
+        forms = (unicodedata.normalize("NFC", letter.casefold()) if folded else "", letter.lower(), letter)
+        lower[point] = ord(next(form for form in forms if len(form) == 1))
     return kinds << np.uint32(24) | lower
 
 
@@ -95,13 +94,10 @@ def count_characters(text: pa.Array) -> np.ndarray:
 
 def text_buffers(text: Any) -> tuple[np.ndarray, np.ndarray]:
     """UTF-8 bytes (uint8) and offsets [N + 1] (int32, or int64 of large strings) of a string array without nulls."""
-    _, offsets, data = text.buffers()
     width = np.int64 if pa.types.is_large_string(text.type) else np.int32
-    bounds = np.frombuffer(offsets, width)[text.offset : text.offset + len(text) + 1]
-    content = np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
-    for view in (content, bounds):
-        view.flags.writeable = False  # Arrow's buffers differ in this, and a kernel is compiled for each kind
-    return content, bounds
+    # Read only, in which Arrow's buffers differ: a kernel is compiled for each kind.
+    offsets, data = (memoryview(part or b"").toreadonly() for part in text.buffers()[1:])
+    return np.frombuffer(data, np.uint8), np.frombuffer(offsets, width)[text.offset : text.offset + len(text) + 1]
 
 
 # ---- repair ----

@@ -147,7 +147,7 @@ def open_source(source: ConversationSettings, settings: TuningSettings) -> tuple
     Raises UserError where there is nothing to read.
     """
     opened = located(source.as_source(), settings)
-    opened, found = find_parts(opened, opened.place, of_text=False)
+    opened, found = find_parts(opened, opened.place)
     parts = [part for part in found if part.kind in ("lines", "table", "dataset")]
     if not parts:
         fix = "Give files, folders or globs of .jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet."
@@ -175,7 +175,7 @@ def read_examples(part: Part, settings: SourceSettings, *, pairs: bool = False) 
     parse = parse_pair if pairs else parse_conversation
     where = part.url.removeprefix("file://") or part.name
     try:
-        for row in read_rows(part, settings, of_text=False):
+        for row in read_rows(part, settings):
             place = row.id if isinstance(row, BadRecord) else row[0]
             try:
                 if isinstance(row, BadRecord):

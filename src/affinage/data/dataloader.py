@@ -36,18 +36,20 @@ def make_batch(
     mask: Integer[np.ndarray, "B S"],
     rows: Integer[np.ndarray, " B"],
     marks: Marks = MARKS,
+    reference: Float[np.ndarray, "B documents"] | None = None,
 ) -> Batch:
     """Return the batch that training reads.
 
     `tokens`, `segment_ids`, `positions` (within the segment) int32 [B, S]; `loss_mask` float32 [B, S], 1 where the
-    token counts as a target (`mask`, but never <pad>); `rows` int32 [B], the row's place in the global batch.
-    A segment begins with <s>, and after </s>: what follows there without <s> is the rest of a long document.
+    token counts as a target (`mask`, but never <pad>); `rows` int32 [B], the row's place in the global batch; of
+    preferences `REFERENCE`. A segment begins with <s>, and after </s>: what follows there without <s> is the rest of a
+    long document.
     """
     begin = -1 if marks.begin is None else marks.begin
     pad = -1 if marks.pad == marks.end else marks.pad  # then no token comes before it in its segment: it never counts
-    segment_ids, positions, loss_mask = _divide(tokens, mask, begin, marks.end, pad)
-    fields = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
-    return fields | {"rows": rows.astype(np.int32)}
+    divided = zip(("segment_ids", "positions", "loss_mask"), _divide(tokens, mask, begin, marks.end, pad), strict=True)
+    fields = {"tokens": tokens, **dict(divided), "rows": rows.astype(np.int32)}
+    return fields if reference is None else fields | {REFERENCE: reference}
 
 
 @kernel
@@ -98,10 +100,9 @@ class Stage:
         slots = max(SLOTS, 4 * len(weights))
         shares = np.array(list(weights.values())) / sum(weights.values()) * slots
         counts = np.maximum(np.floor(shares).astype(np.int64), 1)
-        missing = slots - int(counts.sum())
-        counts[np.argsort(counts - shares, kind="stable")[: max(missing, 0)]] += 1
-        for _ in range(-missing):  # those with the minimum of one slot took more than their share
-            counts[np.argmax(np.where(counts > 1, counts - shares, -np.inf))] -= 1
+        while missing := slots - int(counts.sum()):  # below zero where the minimum of one slot took too many
+            step = np.sign(missing)
+            counts[np.argmax(np.where(counts + step > 0, step * (shares - counts), -np.inf))] += step
         numbers = np.repeat(np.arange(len(counts)), counts)
         ranks = np.arange(slots) - np.repeat(np.cumsum(counts) - counts, counts)
         order = np.argsort((ranks + 0.5) / counts[numbers], kind="stable")
@@ -192,8 +193,6 @@ class DataLoader:
             for stage in self._stages
             for component in stage.components
         }
-        self.reference: Mapping[str, Float[np.ndarray, "rows documents"]] = {}
-        """Of preferences: the log-probabilities that the reference gives the documents of each row, by folder."""
 
     def _rows(self, draws: Integer[np.ndarray, " n"]) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """Return what draws, counted over all steps, take: (folder, indices of the draws, rows of the folder)."""
@@ -213,10 +212,9 @@ class DataLoader:
 
     def where(self, step: int) -> list[tuple[str, int]]:
         """Return the folder and the row number of every row of the global batch of `step`."""
-        places: list[tuple[int, str, int]] = []
-        for name, taken, rows in self._rows(np.arange(step * self.batch_size, (step + 1) * self.batch_size)):
-            places += [(line, name, row) for line, row in zip(taken.tolist(), rows.tolist(), strict=True)]
-        return [(name, row) for _, name, row in sorted(places)]
+        drawn = self._rows(np.arange(step * self.batch_size, (step + 1) * self.batch_size))
+        places = {line: (name, row) for name, taken, rows in drawn for line, row in zip(taken.tolist(), rows.tolist())}
+        return [places[line] for line in range(self.batch_size)]
 
     def steps_of(self, folder: str, row: int, steps: int) -> list[int]:
         """Return which of the first `steps` steps draw a row of a folder: the inverse of `where`.
@@ -252,17 +250,13 @@ class DataLoader:
             raise UserError(f"a batch of {self.batch_size} rows does not divide over {parts} processes")
         places = np.arange(part * size, (part + 1) * size)
         draws = (np.arange(first, first + count)[:, None] * self.batch_size + places).ravel()
-        tokens = np.empty((len(draws), self.context), np.int32)
-        mask = np.empty(tokens.shape, np.uint8)
-        documents = next(iter(self.reference.values())).shape[1] if self.reference else 0
-        references = np.empty((len(draws), documents), np.float32)
+        fields: dict[str, np.ndarray] = {}
         for name, taken, rows in self._rows(draws):
-            tokens[taken], mask[taken] = self.shards[name].read(rows)
-            if self.reference:
-                references[taken] = self.reference[name][rows]
-        whole = make_batch(tokens, mask, np.tile(places, count), self._any.marks)
-        if self.reference:
-            whole[REFERENCE] = references
+            for key, values in self.shards[name].fields(rows).items():
+                if key not in fields:
+                    fields[key] = np.empty((len(draws), *values.shape[1:]), values.dtype)
+                fields[key][taken] = values
+        whole = make_batch(**fields, rows=np.tile(places, count), marks=self._any.marks)
         return [{key: values[k * size :][:size] for key, values in whole.items()} for k in range(count)]
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
@@ -300,14 +294,11 @@ class ValidationRows:
 
     def __init__(self, folder: Path, *, batch: int, limit: int | None = None) -> None:
         """With `limit`, that many rows are taken, evenly spaced over the folder."""
-        self._shards = TokenShards(folder)
-        self.batch_size = batch
-        self.rows = min(limit or self._shards.rows, self._shards.rows)
-        self._chosen = np.arange(self.rows) * self._shards.rows // self.rows
-        self.bytes = int(self._shards.row_bytes[self._chosen].sum())
+        self.shards, self.batch_size = TokenShards(folder), batch
+        self.rows = min(limit or self.shards.rows, self.shards.rows)
+        self._chosen = np.arange(self.rows) * self.shards.rows // self.rows
+        self.bytes = int(self.shards.row_bytes[self._chosen].sum())
         """UTF-8 bytes of the tokens that these rows predict: bits per byte = total nats / ln 2 / bytes."""
-        self.reference: Float[np.ndarray, "rows documents"] | None = None
-        """Of preferences: see `DataLoader.reference`."""
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -316,12 +307,8 @@ class ValidationRows:
     def __iter__(self) -> Iterator[Batch]:
         """Return the batches; see `make_batch`."""
         for first in range(0, self.rows, self.batch_size):
-            chosen = self._chosen[first : first + self.batch_size]
-            tokens = np.full((self.batch_size, self._shards.seq_len), self._shards.marks.pad, np.int32)
-            mask = np.zeros(tokens.shape, np.uint8)
-            tokens[: len(chosen)], mask[: len(chosen)] = self._shards.read(chosen)
-            batch = make_batch(tokens, mask, np.arange(self.batch_size), self._shards.marks)
-            if self.reference is not None:
-                batch[REFERENCE] = np.zeros((self.batch_size, self.reference.shape[1]), np.float32)
-                batch[REFERENCE][: len(chosen)] = self.reference[chosen]
-            yield batch
+            chosen, marks = self._chosen[first : first + self.batch_size], self.shards.marks
+            missing = ((0, self.batch_size - len(chosen)), (0, 0))
+            fields = {key: np.pad(values, missing) for key, values in self.shards.fields(chosen).items()}
+            fields["tokens"][len(chosen) :] = marks.pad
+            yield make_batch(**fields, rows=np.arange(self.batch_size), marks=marks)

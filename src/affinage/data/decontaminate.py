@@ -21,11 +21,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from affinage.cluster.executor import LOCAL, Executor
 from affinage.config.data import DecontaminateSettings
 from affinage.data.code_points import Array, kernel, repair, text_buffers, word_table
-from affinage.data.dedup import hash_words, longest_text, shingles
+from affinage.data.dedup import hash_words, shingle_sets, shingles
 from affinage.data.documents import SAMPLE_CHARACTERS, Stats, Verdicts, copy_documents, numbered_files, read_documents
-from affinage.data.executor import LOCAL, Executor
 from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -121,37 +121,17 @@ def search_texts(item: BenchmarkItem, min_words: int) -> list[tuple[str, bool]]:
 
 
 @kernel
-def _index(
-    data: Array, offsets: Array, table: Array, ngram: int, least: int, keys: Array, of: Array
-) -> tuple[int, Array]:
-    """Write hashes of the runs of texts, and which text's; how many, and words per run of each text or 0, int64 [N]."""
-    out, room = 0, longest_text(offsets)
-    words, places = np.empty(room, np.uint64), np.empty((room, 2), np.int64)
-    lengths = np.zeros(offsets.size - 1, np.int64)
-    for text in range(offsets.size - 1):
-        count, _ = hash_words(data, offsets, text, table, words, places)
-        if min(ngram, count) >= least:
-            lengths[text] = min(ngram, count)
-            runs = shingles(words, count, ngram, np.uint64(0), keys[out:])
-            of[out : out + runs] = text
-            out += runs
-    return out, lengths
-
-
-@kernel
 def _scan(data: Array, offsets: Array, words_table: Array, keys: Array, bits: Array, lengths: Array) -> Array:
     """The hits in all texts, int64 [H, 4]."""
-    room = longest_text(offsets)
-    words, places, runs = np.empty(room, np.uint64), np.empty((room, 2), np.int64), np.empty(room, np.uint64)
     hits = [np.int64(0) for _ in range(0)]
     for text in range(offsets.size - 1):
-        word_count, _ = hash_words(data, offsets, text, words_table, words, places)
-        for length in lengths:
-            for k in range(shingles(words, word_count, length, np.uint64(0), runs) if word_count >= length else 0):
-                bit = np.int64(runs[k] & np.uint64(64 * bits.size - 1))
+        words, _, places = hash_words(data, offsets, text, words_table, True)
+        for length in lengths[lengths <= words.size]:
+            for k, run in enumerate(shingles(words, length, np.uint64(0))):
+                bit = np.int64(run & np.uint64(64 * bits.size - 1))
                 if (bits[bit >> 6] >> np.uint64(bit & 63)) & np.uint64(1):
-                    key = np.searchsorted(keys, runs[k])
-                    if key < keys.size and keys[key] == runs[k]:
+                    key = np.searchsorted(keys, run)
+                    if key < keys.size and keys[key] == run:
                         hits.extend((np.int64(text), key, places[k, 0], places[k + length - 1, 1]))
     return np.array(hits, np.int64).reshape(-1, 4)
 
@@ -171,17 +151,16 @@ class ItemIndex:
         self.items, self.n_grams, self.boilerplate = tuple(items), n_grams, boilerplate
         least = min(n_grams, min_words)
         searched = [(k, *found) for k, item in enumerate(self.items) for found in search_texts(item, least)]
-        data, offsets = text_buffers(normalized([text for _, text, _ in searched]))
-        keys, of = np.empty(int(offsets[-1]) + 1, np.uint64), np.empty(int(offsets[-1]) + 1, np.int64)
-        count, lengths = _index(data, offsets, word_table(folded=True), n_grams, least, keys, of)
-        self.lengths = np.unique(lengths[lengths > 0])
-        findable = {k for (k, _, natural), length in zip(searched, lengths) if natural and length}
+        found, (sizes, *_, words) = shingle_sets(normalized([text for _, text, _ in searched]), n_grams, searched=True)
+        lengths, long = np.minimum(words, n_grams), words >= least
+        self.lengths = np.unique(lengths[long])  # words of a run
+        findable = {k for (k, _, natural), enough in zip(searched, long) if natural and enough}
         self.too_short = Counter(item.benchmark for k, item in enumerate(self.items) if k not in findable)
 
-        members = np.array([k for k, *_ in searched], np.int64)[of[:count]]
+        members = np.repeat(np.array([k for k, *_ in searched], np.int64), sizes)
         benchmarks = pa.array([item.benchmark for item in self.items], pa.string()).take(pa.array(members))
-        runs = pa.table({"run": keys[:count], "benchmark": benchmarks, "item": members})
-        runs = runs.group_by(["run", "benchmark", "item"]).aggregate([])
+        runs = pa.table({"run": found, "benchmark": benchmarks, "item": members})
+        runs = runs.filter(np.repeat(long, sizes)).group_by(["run", "benchmark", "item"]).aggregate([])
         rare = runs.group_by(["run", "benchmark"]).aggregate([("item", "count")])
         rare = rare.filter(pc.field("item_count") <= boilerplate)
         runs = runs.join(rare, ["run", "benchmark"], join_type="left semi").sort_by("run")
@@ -234,9 +213,7 @@ def decontaminate(
         """Return the hits in a file, whose documents are numbered from `first`."""
         rows, (path, first) = [], task
         for batch in read_documents(path, ["text"]):
-            hits = index.scan(batch.column("text"))
-            hits[:, TEXT] += first
-            rows += hits.tolist()
+            rows += (index.scan(batch.column("text")) + np.array([first, 0, 0, 0])).tolist()
             first += batch.num_rows
         return rows
 
@@ -275,12 +252,11 @@ def decontaminate(
 
 def _matches(document: dict[str, str], hits: np.ndarray, index: ItemIndex) -> list[dict[str, Any]]:
     """One match for every item that is in a document: the first stretch that the item's runs cover."""
-    stretches: dict[int, list[int]] = {}
+    stretches: dict[int, tuple[int, int]] = {}
     for key, start, stop in hits[:, [KEY, START, STOP]].tolist():
         for number in index.of(key):
-            stretch = stretches.setdefault(number, [start, stop])
-            if start <= stretch[1]:
-                stretch[1] = max(stop, stretch[1])
+            begin, end = stretches.get(number, (start, stop))
+            stretches[number] = begin, max(stop, end) if start <= end else end
     names, matches = {"document": document["id"], "source": document["source"], "url": document["url"]}, []
     for number, (start, stop) in sorted(stretches.items()):
         item, text = index.items[number], document["text"].encode()[start:stop].decode()
@@ -343,8 +319,7 @@ def texts_of_rows(folder: Path, tokenizer: Tokenizer) -> Iterator[pa.Array]:
         shards = TokenShards(path)
         border = shards.marks.end if shards.marks.begin is None else shards.marks.begin
         for rows in np.array_split(np.arange(shards.rows), -(-shards.rows // _ROWS)):
-            texts: list[np.ndarray] = []
-            for tokens in shards.read(rows)[0]:
-                texts += np.split(tokens, np.flatnonzero(tokens == border))
+            tokens, _ = shards.read(rows)
+            texts = [text for row in tokens for text in np.split(row, np.flatnonzero(row == border))]
             # One that is no more than a border is padding.
             yield normalized([tokenizer.decode(text.tolist()) for text in texts if text.size > 1])

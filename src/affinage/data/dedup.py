@@ -13,7 +13,6 @@ all words of a shorter text.
 
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import feather
 
+from affinage.cluster.executor import LOCAL, Executor
 from affinage.config.data import DedupSettings
 from affinage.data.code_points import BLANK, SEPARATOR, SINGLE, WORD, Array, decode, kernel, text_buffers, word_table
 from affinage.data.documents import Stats, Verdicts, copy_documents, document_files, first_documents, read_documents
-from affinage.data.executor import LOCAL, Executor
 
 MAX_COMPARED = 256  # kept documents of one bucket that a document is compared with, the nearest in rank first
 REMOVED = "removed.parquet"
 _MARKUP = r"</?[a-zA-Z][^<>]*>|&#?\w{2,8};"
-_FACTS = ("size", "content", "markup", "bytes")
+_FACTS = ("size", "content", "markup", "bytes", "words")
 _NAMED = pa.schema(dict.fromkeys(("id", "source"), pa.string()) | dict.fromkeys(_FACTS, pa.int64()))
 _BEST_FIRST = [("released", "descending"), ("markup", "ascending"), ("size", "descending")]
 _BEST_FIRST += [(name, "ascending") for name in ("bytes", "id", "source", "content", "document")]
@@ -70,14 +69,16 @@ def _html_end(data: Array, i: np.int64, end: np.int64) -> np.int64:
 
 
 @kernel
-def hash_words(data, offsets, text, table, words, places):  # type: ignore[no-untyped-def]
-    """Write hashes of the words of a text to `words`; return how many, and a hash of the whole text.
+def hash_words(data, offsets, text, table, searched):  # type: ignore[no-untyped-def]
+    """The hashes of the words of a text, uint64 [words], a hash of the whole text, and the places of the words.
 
-    The latter is of the text in lower case with every run of white space as one space. With `places` (int64 [words, 2],
-    or None), which receive the first and last + 1 byte of every word in the text, HTML separates words.
+    The second is of the text in lower case with every run of white space as one space. If `searched` (True, or None:
+    each is compiled by itself) HTML separates words, and the third has the first and last + 1 byte of each, int64
+    [words, 2].
     """
     begin, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
-    i, count, whole, space = begin, 0, np.uint64(0), np.uint64(0)
+    words, count, i, whole, space = np.empty(end - begin, np.uint64), 0, begin, np.uint64(0), np.uint64(0)
+    places: Any = None if searched is None else np.empty((end - begin, 2), np.int64)
     while i < end:
         start, word = i, np.uint64(0)
         while i < end:
@@ -91,7 +92,7 @@ def hash_words(data, offsets, text, table, words, places):  # type: ignore[no-un
         if word != 0:
             whole, space = (whole ^ word ^ space) * _PRIME, np.uint64(0)
             words[count] = mix(word)
-            if places is not None:
+            if searched is not None:
                 places[count, 0], places[count, 1] = start - begin, i - begin
             count += 1
         if i < end and kind == BLANK:
@@ -99,27 +100,21 @@ def hash_words(data, offsets, text, table, words, places):  # type: ignore[no-un
             i += size
         elif i < end and kind == SEPARATOR:
             whole, space = (whole ^ point ^ space) * _PRIME, np.uint64(0)
-            i = max(i + size, _html_end(data, i, end)) if places is not None and code in (0x3C, 0x26) else i + size
-    return count, mix(whole)
+            i = max(i + size, _html_end(data, i, end)) if searched is not None and code in (0x3C, 0x26) else i + size
+    return words[:count], mix(whole), places
 
 
 @kernel
-def longest_text(offsets: Array) -> int:
-    """Bytes of the longest text of a column, at least 1."""
-    return max(1, np.append(np.diff(offsets), 1).max())
-
-
-@kernel
-def shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Array) -> int:
-    """Write the hashes of all `ngram` words in a row to `out`; a text without words has the one shingle `wordless`."""
-    power = _PRIME ** np.uint64(ngram)
-    out[0], rolling = wordless, np.uint64(0)
-    for i in range(count):
+def shingles(words: Array, ngram: int, wordless: np.uint64) -> Array:
+    """The hashes of all `ngram` words in a row, uint64; a text without words has the one shingle `wordless`."""
+    power, rolling, out = _PRIME ** np.uint64(ngram), np.uint64(0), np.empty(max(1, words.size - ngram + 1), np.uint64)
+    out[0] = wordless
+    for i in range(words.size):
         rolling = rolling * _PRIME + words[i]
         if i >= ngram:
             rolling -= words[i - ngram] * power
         out[max(0, i - ngram + 1)] = mix(rolling)
-    return max(1, count - ngram + 1)
+    return out
 
 
 # ---- the kernels of the passes ----
@@ -127,18 +122,16 @@ def shingles(words: Array, count: int, ngram: int, wordless: np.uint64, out: Arr
 
 @kernel
 def _sign(data: Array, offsets: Array, table: Array, ngram: int, a: Array, b: Array, keys: Array) -> None:
-    room, rows = longest_text(offsets), a.size // keys.shape[0]
-    words, runs, halves = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(room, np.uint32)
+    rows = a.size // keys.shape[0]
     for text in range(offsets.size - 1):
-        count, content = hash_words(data, offsets, text, table, words, None)
-        number = shingles(words, count, ngram, content, runs)
-        halves[:number] = runs[:number] >> np.uint64(32)
+        words, content, _ = hash_words(data, offsets, text, table, None)
+        halves = (shingles(words, ngram, content) >> np.uint64(32)).astype(np.uint32)
         for band in range(keys.shape[0]):
             key = np.uint64(band)
             for row in range(band * rows, (band + 1) * rows):
                 least = np.uint32(0xFFFFFFFF)
-                for i in range(number):
-                    least = min(least, np.uint32(a[row] * halves[i] + b[row]))
+                for half in halves:
+                    least = min(least, np.uint32(a[row] * half + b[row]))
                 key = mix(key ^ np.uint64(least))
             keys[band, text] = key
 
@@ -177,30 +170,30 @@ def _write_set(hashes: Array, out: Array) -> int:
 
 
 @kernel
-def _shingle_sets(data: Array, offsets: Array, table: Array, ngram: int, out: Array, facts: Array) -> int:
-    room, total = longest_text(offsets), 0
-    words, runs = np.empty(room, np.uint64), np.empty(room, np.uint64)
+def _shingle_sets(data, offsets, table, ngram, searched, out, facts):  # type: ignore[no-untyped-def]
+    total = 0
     for text in range(offsets.size - 1):
-        count, content = hash_words(data, offsets, text, table, words, None)
-        size = _write_set(runs[: shingles(words, count, ngram, content, runs)], out[total:])
+        words, content, _ = hash_words(data, offsets, text, table, searched)
+        size = _write_set(shingles(words, ngram, content), out[total:])
         marked = False
         for byte in data[offsets[text] : offsets[text + 1]]:
             marked |= (byte == 0x3C) | (byte == 0x26)
-        facts[0, text], facts[1, text], facts[2, text] = size, np.int64(content), marked
+        facts[0, text], facts[1, text], facts[2, text], facts[4, text] = size, np.int64(content), marked, words.size
         total += size
     return total
 
 
-def shingle_sets(text: pa.Array, ngram: int) -> tuple[np.ndarray, np.ndarray]:
-    """The sorted distinct shingles of N texts end to end, uint64, and facts about each text, int64 [4, N].
+def shingle_sets(text: pa.Array, ngram: int, *, searched: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """The sorted distinct shingles of N texts end to end, uint64, and facts about each text, int64 [5, N].
 
-    These are how many shingles it has, its hash, how many HTML tags and entities, and how many bytes.
+    These are how many shingles it has, its hash, how many HTML tags and entities, bytes and words. The words of texts
+    that are `searched` for are folded, and HTML separates them.
     """
     data, offsets = text_buffers(text)
     facts = np.empty((len(_FACTS), len(text)), np.int64)
     facts[3] = np.diff(offsets)
     out = np.empty(int(offsets[-1] - offsets[0]) + len(text) + 1, np.uint64)  # a text has no more words than bytes
-    total = _shingle_sets(data, offsets, word_table(), ngram, out, facts)
+    total = _shingle_sets(data, offsets, word_table(folded=searched), ngram, searched or None, out, facts)
     marked = facts[2] > 0  # texts with < or &
     facts[2, marked] = pc.count_substring_regex(text.filter(pa.array(marked)), _MARKUP)
     return out[:total], facts
@@ -266,14 +259,13 @@ def dedup(
     own, released = document_files(source), document_files(against) if against is not None else []
     scratch, files = folder / "scratch", [*released, *own]
     removed = find_duplicates(files, settings, scratch, released=len(released), executor=executor)
-    numbers, released_documents = removed["document"].to_numpy(), first_documents(released)[-1]
+    numbers = removed["document"].to_numpy()
 
-    def duplicates_in(batch: pa.RecordBatch, before: int, stats: Stats) -> Verdicts:
-        begin, verdicts = released_documents + before, {}
-        start, stop = np.searchsorted(numbers, [begin, begin + batch.num_rows])
+    def duplicates_in(batch: pa.RecordBatch, first: int, stats: Stats) -> Verdicts:
+        verdicts, (start, stop) = {}, np.searchsorted(numbers, [first, first + batch.num_rows])
         for row in removed.slice(start, stop - start).to_pylist():
             detail = f"Jaccard {row['jaccard']:.3f} to {row['duplicate_of']} of {row['duplicate_of_source']}"
-            verdicts[row["document"] - begin] = (f"{'exact' if row['exact'] else 'near'} duplicate", detail)
+            verdicts[row["document"] - first] = (f"{'exact' if row['exact'] else 'near'} duplicate", detail)
         return verdicts
 
     total = copy_documents(source, folder, duplicates_in, executor)
@@ -287,73 +279,65 @@ def dedup(
 def find_duplicates(
     files: Sequence[Path], settings: DedupSettings, scratch: Path, *, released: int = 0, executor: Executor = LOCAL
 ) -> pa.Table:
-    """The documents to remove from files, of which the first `released` were released before, by number.
+    """The documents to remove from files, by number; those of the first `released` files count below 0, and all stay.
 
     Each row has their names and those of the documents that stay, and the similarity. Passes leave files in `scratch`.
     """
     scratch.mkdir(parents=True, exist_ok=True)
-    starts = first_documents(files)
-    tasks = list(zip(range(len(files)), files, starts))
-    executor.map(partial(_write_signatures, settings, scratch), tasks, scratch / "sign", threads=True, label="signing")
+    starts, bands = first_documents(files), range(settings.num_buckets)
     candidates = np.zeros(starts[-1], bool)  # documents that share a key
-    for band in range(settings.num_buckets):
-        keys = _keys(scratch, starts, band)
+
+    def write_signatures(task: tuple[int, Path, int]) -> None:
+        """Pass 1: write the keys of one file, uint64 [bands, documents]."""
+        number, path, _ = task
+        parts = [np.zeros((len(bands), 0), np.uint64)]
+        for batch in read_documents(path, ["text"]):
+            parts.append(sign(batch["text"], settings.n_grams, len(bands), settings.hashes_per_bucket))
+        np.save(scratch / f"keys-{number}.npy", np.concatenate(parts, axis=1))
+
+    def keys_of(band: int) -> np.ndarray:
+        """The keys of one band, uint64 [documents of all files]."""
+        return np.concatenate([np.load(scratch / f"keys-{k}.npy", mmap_mode="r")[band] for k in range(len(files))])
+
+    def gather(task: tuple[int, Path, int]) -> None:
+        """Pass 3: write facts about the candidates of one file, and the n-grams of each end to end."""
+        number, path, start = task
+        names = pa.ipc.new_file(scratch / f"candidates-{number}", _NAMED)
+        with names, (scratch / f"sets-{number}").open("wb") as sets:
+            for batch in read_documents(path, ["id", "source", "text"]):
+                batch, start = batch.filter(pa.array(candidates[start : start + len(batch)])), start + len(batch)
+                own_sets, facts = shingle_sets(batch["text"], settings.n_grams)
+                own_sets.tofile(sets)
+                # Released documents may be without names.
+                own = {key: batch[key] if key in batch.schema.names else [""] * len(batch) for key in ("id", "source")}
+                names.write_table(pa.table(own | dict(zip(_FACTS, facts)), _NAMED))
+
+    tasks = list(zip(range(len(files)), files, starts))
+    executor.map(write_signatures, tasks, scratch / "sign", threads=True, label="signing")
+    for keys in map(keys_of, bands):
         order = np.argsort(keys)
         same = np.flatnonzero(np.diff(keys[order]) == 0)
         candidates[order[same]] = candidates[order[same + 1]] = True
-    gather = partial(_gather, settings, scratch, candidates)
     executor.map(gather, tasks, scratch / "gather", threads=True, label="gathering")
-    return _compare(settings, scratch, candidates, starts, starts[released])
+    buckets = [np.unique(keys_of(band)[candidates], return_inverse=True)[1].astype(np.int32) for band in bands]
+    documents = np.flatnonzero(candidates) - starts[released]
+    return _compare(documents, np.stack(buckets, axis=1), settings.threshold, scratch, len(files))
 
 
-def _write_signatures(settings: DedupSettings, scratch: Path, task: tuple[int, Path, int]) -> None:
-    """Pass 1: write the keys of one file, uint64 [bands, documents]."""
-    number, path, _ = task
-    parts = [np.zeros((settings.num_buckets, 0), np.uint64)]
-    for batch in read_documents(path, ["text"]):
-        parts.append(sign(batch["text"], settings.n_grams, settings.num_buckets, settings.hashes_per_bucket))
-    np.concatenate(parts, axis=1).tofile(scratch / f"keys-{number}")
-
-
-def _keys(scratch: Path, starts: Sequence[int], band: int) -> np.ndarray:
-    """The keys of one band, uint64 [documents of all files]."""
-    sizes = enumerate(np.diff(starts))
-    return np.concatenate([np.fromfile(scratch / f"keys-{k}", np.uint64, n, offset=8 * n * band) for k, n in sizes])
-
-
-def _gather(settings: DedupSettings, scratch: Path, candidates: np.ndarray, task: tuple[int, Path, int]) -> None:
-    """Pass 3: write facts about the candidates of one file, and the n-grams of each end to end."""
-    (number, path, start), tables = task, [_NAMED.empty_table()]
-    with (scratch / f"sets-{number}").open("wb") as sets:
-        for batch in read_documents(path, ["id", "source", "text"]):
-            batch, start = batch.filter(pa.array(candidates[start : start + len(batch)])), start + len(batch)
-            own_sets, facts = shingle_sets(batch["text"], settings.n_grams)
-            own_sets.tofile(sets)
-            # Released documents may be without names.
-            own = {name: batch[name] if name in batch.schema.names else [""] * len(batch) for name in ("id", "source")}
-            tables.append(pa.table(own | dict(zip(_FACTS, facts)), _NAMED))
-    feather.write_feather(pa.concat_tables(tables), scratch / f"candidates-{number}", compression="uncompressed")
-
-
-def _compare(settings: DedupSettings, scratch: Path, candidates: Array, starts: list[int], released: int) -> pa.Table:
-    """Pass 4: the table of the removed documents. N-grams stay in a mapped file."""
-    tables = []
+def _compare(documents: Array, buckets: Array, threshold: float, scratch: Path, files: int) -> pa.Table:
+    """Pass 4: the table of the removed of candidates, with the buckets of each. N-grams stay in a mapped file."""
     with (scratch / "sets").open("wb") as joined:
-        for number in range(len(starts) - 1):
-            tables.append(feather.read_table(scratch / f"candidates-{number}"))
+        for number in range(files):
             with (scratch / f"sets-{number}").open("rb") as sets:
                 shutil.copyfileobj(sets, joined, 1 << 20)
         joined.write(bytes(8))  # an empty file cannot be mapped
-    documents = np.flatnonzero(candidates)
-    table = pa.concat_tables(tables).append_column("document", pa.array(documents))
-    table = table.append_column("released", pa.array(documents < released))
-    sizes, stays = table["size"].to_numpy(), int(np.searchsorted(documents, released))
+    table = pa.concat_tables(feather.read_table(scratch / f"candidates-{number}") for number in range(files))
+    table = table.append_column("document", pa.array(documents))
+    table = table.append_column("released", pa.array(documents < 0))
+    sizes, stays = table["size"].to_numpy(), int(np.searchsorted(documents, 0))
     order = pc.sort_indices(table, _BEST_FIRST).to_numpy()
-    buckets = np.empty((len(table), settings.num_buckets), np.int32)
-    for band in range(settings.num_buckets):
-        buckets[:, band] = np.unique(_keys(scratch, starts, band)[candidates], return_inverse=True)[1]
     table, places, n_grams = table.take(order), np.cumsum(sizes) - sizes, np.memmap(scratch / "sets", np.uint64, "r")
-    match, similarity = _match(buckets[order], n_grams, places[order], sizes[order], settings.threshold, stays)
+    match, similarity = _match(buckets[order], n_grams, places[order], sizes[order], threshold, stays)
     copies = np.flatnonzero(match >= 0)
     gone, kept = table.take(pa.array(copies)), table.take(pa.array(match[copies]))
     removed = {"document": gone["document"], "kept": kept["document"], "id": gone["id"], "source": gone["source"]}

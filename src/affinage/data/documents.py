@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from affinage.data.executor import Executor, clear_completions
+from affinage.cluster.executor import Executor, clear_completions
 
 SCHEMA = pa.schema(
     [
@@ -129,13 +129,12 @@ class Stats:
     samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # of the removed, by reason
     notes: list[dict[str, Any]] = field(default_factory=list)  # what else a step writes down about the removed
 
-    def entering(self, path: Path) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """The row groups of a document file, which are counted; with each the number of documents before it."""
-        before = 0
+    def entering(self, path: Path, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """The row groups of a document file, which are counted; with each the number of its `first` document."""
         for batch in read_documents(path):
             self.counts.update(documents=batch.num_rows, bytes=text_bytes(batch))
-            yield before, batch
-            before += batch.num_rows
+            yield first, batch
+            first += batch.num_rows
 
     def remove(self, reason: str, *, id: str, source: str, text: str, detail: str = "") -> None:
         """Count one removed document, and keep it as a sample if there are few of its kind."""
@@ -204,8 +203,8 @@ def copy_documents(
     def copy(task: tuple[Path, int]) -> dict[str, Any]:
         (path, first), stats = task, Stats()
         with DocumentWriter(folder / path.parent.relative_to(source), path.stem, stats) as writer:
-            for before, batch in stats.entering(path):
-                writer.write(stats.remove_rows(batch, judge(batch, first + before, stats)))
+            for number, batch in stats.entering(path, first):
+                writer.write(stats.remove_rows(batch, judge(batch, number, stats)))
         return vars(stats)
 
     tasks = numbered_files(source)

@@ -6,8 +6,6 @@ becomes its bytes.
 """
 
 import heapq
-import itertools
-import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,11 +18,6 @@ from affinage.data.code_points import CODE_POINTS, characters, decode, kernel, t
 # Classes of characters by which texts are cut into words.
 OTHER, LETTER, SPACE, ALONE = 0, 1, 2, 3  # ALONE: newline and tab, tokens of their own that never join
 
-CACHED_WORDS = 1 << 18  # that are remembered, about 30 MB; half the slots of their hash table; a power of two
-_BYTES_PER_WORD = 16  # room in the cache, on average, and as many ids
-_LONGEST_CACHED = 64  # bytes; a longer word hardly comes again
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-
 
 class Vocabulary(NamedTuple):
     """What encoding needs to know, as arrays."""
@@ -32,63 +25,42 @@ class Vocabulary(NamedTuple):
     classes: np.ndarray  # uint8 [code points]
     characters: np.ndarray  # int32 [code points]: the id of a character's piece, or -1
     bytes: np.ndarray  # int32 [256]: the id of every byte's piece
-    pairs: np.ndarray  # int64 [n], sorted: left id << 32 | right id
-    joined: np.ndarray  # int32 [n]: the id of the two joined
-
-
-class Words(NamedTuple):
-    """The words met so far."""
-
-    slots: np.ndarray  # int32 [2 words]: number of a word, or -1
-    spelling: np.ndarray  # int32 [words + 1]: where each word begins in `arena`
-    first: np.ndarray  # int32 [words + 1]: where its ids begin in `ids`
-    arena: np.ndarray  # uint8 [16 words]
-    ids: np.ndarray  # int32 [16 words]
-    held: np.ndarray  # int64 [1]: how many
+    first: np.ndarray  # int64 [ids + 1]: where the pairs begin of which an id is the left one
+    pairs: np.ndarray  # int64 [n], sorted within those of an id: right id << 32 | the id of the two joined
 
 
 class FastBpe:
-    """Encodes texts by a vocabulary of pieces with byte fallback. Several threads may use it; one encodes at a time."""
+    """Encodes texts by a vocabulary of pieces with byte fallback."""
 
     def __init__(self, pieces: Mapping[str, int], dtype: type[np.unsignedinteger]) -> None:
         """`pieces` are ids, which `dtype` holds, by spelling, with <0x00> to <0xFF> but without control tokens."""
-        self._vocabulary, self._dtype = _vocabulary_of(pieces), np.dtype(dtype)
-        self._words = Words(
-            np.full(2 * CACHED_WORDS, -1, np.int32),
-            np.zeros(CACHED_WORDS + 1, np.int32),
-            np.zeros(CACHED_WORDS + 1, np.int32),
-            np.empty(_BYTES_PER_WORD * CACHED_WORDS, np.uint8),
-            np.empty(_BYTES_PER_WORD * CACHED_WORDS, np.int32),
-            np.zeros(1, np.int64),
+        of_bytes = np.array([pieces[f"<0x{byte:02X}>"] for byte in range(256)], np.int32)
+        bytes_ids = set(of_bytes.tolist())
+        spelled = {piece: id_ for piece, id_ in pieces.items() if id_ not in bytes_ids}
+        of_characters = np.full(CODE_POINTS, -1, np.int32)
+        single = [piece for piece in spelled if len(piece) == 1]
+        of_characters[[*map(ord, single)]] = [spelled[piece] for piece in single]
+        joins = sorted(
+            (spelled[piece[:cut]], spelled[piece[cut:]] << 32 | id_)
+            for piece, id_ in spelled.items()
+            for cut in range(1, len(piece))
+            if piece[:cut] in spelled and piece[cut:] in spelled
         )
-        self._lock = threading.Lock()  # the kernel runs without the GIL, and writes the words
+        left, pairs = np.array(joins, np.int64).reshape(-1, 2).T.copy()
+        first = np.searchsorted(left, np.arange(max(pieces.values()) + 2))
+        self._vocabulary = Vocabulary(_classes(list(spelled)), of_characters, of_bytes, first, pairs)
+        self._dtype = dtype
 
     def encode(self, texts: Sequence[str]) -> tuple[UInt[np.ndarray, " tokens"], Int64[np.ndarray, " texts"]]:
         """Return the ids of all texts, end to end, and where each text ends in them; surrogates must not occur."""
         data, offsets = text_buffers(pa.array(texts, pa.large_string()))
-        ids = np.empty(int(offsets[-1] - offsets[0]) if len(texts) else 0, self._dtype)
-        ends = np.empty(len(texts), np.int64)
-        with self._lock:
-            count = _encode_texts(data, offsets, self._vocabulary, self._words, ids, ends)
-        return ids[:count], ends
-
-
-def _vocabulary_of(pieces: Mapping[str, int]) -> Vocabulary:
-    of_bytes = np.array([pieces[f"<0x{byte:02X}>"] for byte in range(256)], np.int32)
-    bytes_ids = set(of_bytes.tolist())
-    spelled = {piece: id_ for piece, id_ in pieces.items() if id_ not in bytes_ids}
-    characters = np.full(CODE_POINTS, -1, np.int32)
-    for piece, id_ in spelled.items():
-        if len(piece) == 1:
-            characters[ord(piece)] = id_
-    joins = sorted(
-        (spelled[piece[:cut]] << 32 | spelled[piece[cut:]], id_)
-        for piece, id_ in spelled.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in spelled and piece[cut:] in spelled
-    )
-    pairs, joined = np.array(joins, np.int64).reshape(-1, 2).T.copy()
-    return Vocabulary(_classes(list(spelled)), characters, of_bytes, pairs, joined.astype(np.int32))
+        cuts, ends = _cut(data, offsets, self._vocabulary.classes)
+        words = pa.LargeStringArray.from_buffers(len(cuts) - 1, pa.py_buffer(cuts), pa.py_buffer(data))
+        words = words.dictionary_encode()
+        distinct, bounds = text_buffers(words.dictionary)
+        spelled, ids = np.empty(len(distinct), self._dtype), np.empty(len(data), self._dtype)
+        bounds = _merge(distinct, bounds, self._vocabulary, spelled)
+        return ids[: _spell(words.indices.to_numpy(), spelled, bounds, ids, ends)], ends
 
 
 def _classes(pieces: Sequence[str]) -> np.ndarray:
@@ -98,142 +70,104 @@ def _classes(pieces: Sequence[str]) -> np.ndarray:
     classes = np.where(letters, np.uint8(LETTER), np.uint8(OTHER))
     classes[ord(" ")] = SPACE
     classes[[ord("\n"), ord("\t")]] = ALONE
-    bounds = [(start, end) for start, end in itertools.pairwise(offsets.astype(np.int64)) if end > start]
     for too_fine in (OTHER, SPACE):
-        if any(_word_end(data, start, end, classes) != end for start, end in bounds):
+        if len(_cut(data, offsets, classes)[0]) > len(offsets):  # there are more words than pieces
             classes[classes == too_fine] = LETTER
     return classes
 
 
 @kernel
-def _word_end(data: np.ndarray, start: np.int64, end: np.int64, classes: np.ndarray) -> np.int64:
-    """Where the word ends that begins at `start`: spaces, then characters of one class; or a newline or tab."""
-    i, kind = start, np.int64(SPACE)
-    while i < end:
-        code, size = decode(data, i)
-        here = np.int64(classes[code])
-        if here != kind:
-            if here == ALONE:
-                return i if i > start else i + size
-            if kind != SPACE:
-                return i
-            kind = here
-        i += size
-    return i
+def _cut(data: np.ndarray, offsets: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the words of all texts begin, int64 [words + 1], and how many come before each text's end.
+
+    A word is spaces, then characters of one class; or a newline or tab.
+    """
+    cuts, ends = np.empty(data.size + 1, np.int64), np.empty(offsets.size - 1, np.int64)
+    count, i = 0, np.int64(0)
+    for text in range(ends.size):
+        before = ALONE  # the class of the character before: a text begins with a word
+        while i < offsets[text + 1]:
+            code, size = decode(data, i)
+            here = classes[code]
+            if here == ALONE or (before != here and before != SPACE):
+                cuts[count] = i
+                count += 1
+            before = here
+            i += size
+        ends[text] = count
+    cuts[count] = i
+    return cuts[: count + 1], ends
 
 
 @kernel
 def _join(left: np.int32, right: np.int32, known: Vocabulary) -> np.int32:
     """The id of the piece that two others spell together, or -1."""
-    key = np.int64(left) << 32 | np.int64(right)
-    place = np.searchsorted(known.pairs, key)
-    if left < 0 or right < 0 or place == known.pairs.size or known.pairs[place] != key:
+    if left < 0 or right < 0:
         return np.int32(-1)
-    return known.joined[place]
+    place, last = known.first[left], known.first[left + 1]
+    place += np.searchsorted(known.pairs[place:last], np.int64(right) << 32)
+    if place == last or known.pairs[place] >> 32 != right:
+        return np.int32(-1)
+    return np.int32(known.pairs[place])
 
 
 @kernel
-def _merge(
-    data: np.ndarray, start: np.int64, end: np.int64, known: Vocabulary, out: np.ndarray, at: np.int64
-) -> np.int64:
-    """Encode one word into `out` from `at` on; where its ids end."""
-    most = end - start
-    piece, place = np.empty(most, np.int32), np.empty(most + 1, np.int64)
-    count, i = 0, start
-    while i < end:
-        code, size = decode(data, i)
-        piece[count], place[count] = known.characters[code], i
-        count += 1
-        i += size
-    place[count] = end
-    before, after = np.arange(-1, count - 1), np.arange(1, count + 1)
+def _merge(data: np.ndarray, offsets: np.ndarray, known: Vocabulary, out: np.ndarray) -> np.ndarray:
+    """Write the ids of words to `out`, as long as the words have bytes; return where each begins, int64 [words + 1]."""
+    bounds, at = np.zeros(offsets.size, np.int64), np.int64(0)
+    most = 1 + (np.diff(offsets).max() if offsets.size > 1 else 0)
+    piece, pair, place = np.empty(most, np.int32), np.empty(most, np.int64), np.empty(most, np.int64)
+    before, after = np.empty(most, np.int64), np.empty(most, np.int64)
     heap = [np.int64(0) for _ in range(0)]  # of joined id << 32 | place of the left one
-    for first in range(count - 1):
-        joined = _join(piece[first], piece[first + 1], known)
-        if joined >= 0:
-            heap.append(np.int64(joined) << 32 | first)
-    heapq.heapify(heap)
-    while len(heap) > 0:
-        best = heapq.heappop(heap)
-        left, joined = best & 0xFFFFFFFF, np.int32(best >> 32)
-        right = after[left]
-        # Since it was put here, one of the two may have been joined with another.
-        if place[left] < 0 or right >= count or _join(piece[left], piece[right], known) != joined:
-            continue
-        piece[left], place[right] = joined, -1
-        after[left] = after[right]
-        if after[left] < count:
+    for word in range(offsets.size - 1):
+        count, i = 0, np.int64(offsets[word])
+        while i < offsets[word + 1]:
+            code, size = decode(data, i)
+            piece[count], place[count], before[count], after[count] = known.characters[code], i, count - 1, count + 1
+            count += 1
+            i += size
+        piece[count], place[count] = -1, i
+        for first in range(count):
+            pair[first] = _join(piece[first], piece[first + 1], known)
+            if pair[first] >= 0:
+                heap.append(pair[first] << 32 | first)
+        heapq.heapify(heap)
+        while len(heap) > 0:
+            best = heapq.heappop(heap)
+            left = best & 0xFFFFFFFF
+            if pair[left] != best >> 32:  # since it was put here, one of the two was joined with another
+                continue
+            right = after[left]
+            piece[left], pair[right], after[left] = pair[left], -1, after[right]
             before[after[left]] = left
-            following = _join(piece[left], piece[after[left]], known)
-            if following >= 0:
-                heapq.heappush(heap, np.int64(following) << 32 | left)
-        if before[left] >= 0:
-            leading = _join(piece[before[left]], piece[left], known)
-            if leading >= 0:
-                heapq.heappush(heap, np.int64(leading) << 32 | before[left])
-    left = np.int64(0)
-    while left < count:
-        if piece[left] >= 0:
-            out[at] = piece[left]
-            at += 1
-        else:  # a single character; the next one is the next part
-            for byte in range(place[left], place[after[left]]):
-                out[at] = known.bytes[data[byte]]
+            for changed in (before[left], left):
+                if changed >= 0:
+                    pair[changed] = _join(piece[changed], piece[after[changed]], known)
+                    if pair[changed] >= 0:
+                        heapq.heappush(heap, pair[changed] << 32 | changed)
+        left = np.int64(0)
+        while left < count:
+            if piece[left] >= 0:
+                out[at] = piece[left]
                 at += 1
-        left = after[left]
-    return at
-
-
-@kernel
-def _find(data: np.ndarray, start: np.int64, end: np.int64, words: Words) -> tuple[int, np.uint64]:
-    """The number of a word, or -1, and the slot that it has or would have."""
-    code, last = np.uint64(end - start), np.uint64(words.slots.size - 1)
-    for k in range(start, end):
-        code = (code ^ np.uint64(data[k])) * _MIX
-    slot = (code ^ (code >> np.uint64(29))) & last
-    while words.slots[slot] >= 0:
-        word = words.slots[slot]
-        base = words.spelling[word]
-        if words.spelling[word + 1] - base == end - start:
-            for k in range(end - start):
-                if words.arena[base + k] != data[start + k]:
-                    break
-            else:
-                return word, slot
-        slot = (slot + np.uint64(1)) & last
-    return -1, slot
-
-
-@kernel
-def _encode_texts(
-    data: np.ndarray, offsets: np.ndarray, known: Vocabulary, words: Words, out: np.ndarray, ends: np.ndarray
-) -> np.int64:
-    """Write the ids of all texts to `out`, as long as the texts have bytes, and their ends to `ends`; how many."""
-    at = np.int64(0)
-    for text in range(ends.size):
-        start, stop = np.int64(offsets[text]), np.int64(offsets[text + 1])
-        while start < stop:
-            end = _word_end(data, start, stop, known.classes)
-            short, begin = end - start <= _LONGEST_CACHED, at
-            word, slot = _find(data, start, end, words) if short else (-1, np.uint64(0))
-            if word >= 0:
-                for k in range(words.first[word], words.first[word + 1]):
-                    out[at] = words.ids[k]
+            else:  # a single character; the next one is the next part
+                for byte in range(place[left], place[after[left]]):
+                    out[at] = known.bytes[data[byte]]
                     at += 1
-            else:
-                at = _merge(data, start, end, known, out, at)
-            if short and word < 0:
-                word = words.held[0]
-                spelling, first = words.spelling[word], words.first[word]
-                if 2 * word == words.slots.size or spelling + 2 * _LONGEST_CACHED > words.arena.size:
-                    words.slots[:] = -1  # full: begin again
-                    words.held[0] = 0
-                else:
-                    words.slots[slot] = word
-                    words.arena[spelling : spelling + end - start] = data[start:end]
-                    words.ids[first : first + at - begin] = out[begin:at]
-                    words.spelling[word + 1], words.first[word + 1] = spelling + end - start, first + at - begin
-                    words.held[0] = word + 1
-            start = end
+            left = after[left]
+        bounds[word + 1] = at
+    return bounds
+
+
+@kernel
+def _spell(words: np.ndarray, ids: np.ndarray, bounds: np.ndarray, out: np.ndarray, ends: np.ndarray) -> int:
+    """Write the ids of words, by their numbers, to `out`; turn `ends` of texts in words to those in ids. How many."""
+    at = word = 0
+    for text in range(ends.size):
+        while word < ends[text]:
+            for k in range(bounds[words[word]], bounds[words[word] + 1]):
+                out[at] = ids[k]
+                at += 1
+            word += 1
         ends[text] = at
     return at

@@ -12,10 +12,10 @@ import fasttext
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from affinage.cluster.executor import LOCAL, Executor, clear_completions
 from affinage.config.data import DatatroveName, FilterSettings, safe_name
 from affinage.data.code_points import count_characters, repair
 from affinage.data.documents import DocumentWriter, Stats, Verdict, document_files
-from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError, first_line
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from affinage.cluster.executor import LOCAL, POOL_BYTES, Executor, clear_completions
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings, safe_name
 from affinage.data.documents import DocumentWriter, Stats, document_files
-from affinage.data.executor import LOCAL, POOL_BYTES, Executor, clear_completions
 from affinage.data.files import DamagedFile, Part, compression_of, find
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_on_hub, is_remote, located, unique
@@ -56,15 +56,15 @@ def ingest(
         ]
     results = _read_all(tasks, folder, settings, executor)
 
-    for position, (source, own) in enumerate(zip(settings.sources, tasks.values())):
-        stats = Stats.total(results[task.stem] for task in own if task.stem in results)
+    of_sources = [Stats.total(results[task.stem] for task in own if task.stem in results) for own in tasks.values()]
+    for position, (source, stats) in enumerate(zip(settings.sources, of_sources)):
         if not stats.documents and not stats.counts["not_sampled"]:
             what = "there is no document in it"
             if reasons := [reason for reason, _ in stats.removed.most_common() if reason != UNKNOWN_KIND]:
                 one, count = stats.samples[reasons[0]][0], stats.removed.total()
                 what = f"none of its {count} records can be used; {one['id']}: {reasons[0]}: {one['detail']}"
             raise UserError(what, where=f"data.sources[{position}] ({source.place})")
-    total = Stats.total(results[task.stem] for own in tasks.values() for task in own if task.stem in results)
+    total = Stats.total(map(vars, of_sources))
     counts = {name: total.counts[name] for name in ("not_sampled", "lone_surrogates")}
     if not total.documents:
         what = f"the sample holds none of {counts['not_sampled']} documents"
@@ -77,7 +77,7 @@ def ingest(
     return total.summary() | counts | ({"commits": commits} if commits else {})
 
 
-def find_parts(source: SourceSettings, where: str, *, of_text: bool = True) -> tuple[SourceSettings, Sequence[Part]]:
+def find_parts(source: SourceSettings, where: str) -> tuple[SourceSettings, Sequence[Part]]:
     """The settings of a located source, with the commit of a dataset of the Hub as its revision, and the parts of it.
 
     Raises UserError if the source, or its column of text, is not there.
@@ -85,7 +85,7 @@ def find_parts(source: SourceSettings, where: str, *, of_text: bool = True) -> t
     if source.path:
         return source, find(source.path, source, where)
     source = at_commit(source, where) if is_on_hub(source) else source
-    return source, parts_of(source, where, of_text=of_text)
+    return source, parts_of(source, where)
 
 
 def check(source: SourceSettings, settings: DataSettings) -> None:
@@ -138,7 +138,7 @@ def _read_all(
     # until the source has given as much. So a little of a corpus is taken from many files, and much in whole files.
     for name, own in tasks.items():
         left = total = (own[0].source.max_bytes or 0) * settings.sample
-        order = np.argsort(shuffle_keys([task.stem for task in own], 0, "waves"), kind="stable")
+        order = np.argsort(shuffle_keys([task.stem for task in own], "waves"), kind="stable")
         waiting = [own[position] for position in order]
         while waiting and total and left >= 0.01 * total:
             count = min(WAVE, max(1, int(left // WAVE_BYTES)))
@@ -181,7 +181,7 @@ def _usable(task: Task, settings: DataSettings, stats: Stats) -> Iterator[Record
                 if isinstance(record, BadRecord):
                     stats.counts.update(documents=1, bytes=len(record.text.encode(errors="replace")))
                     stats.remove(record.reason, id=record.id, source=task.name, text=record.text, detail=record.detail)
-                elif share == 1 or shuffle_keys([f"{task.name}/{record.id}"], 0, "sample")[0] < share * 2**64:
+                elif share == 1 or shuffle_keys([f"{task.name}/{record.id}"], "sample")[0] < share * 2**64:
                     yield record
                 else:
                     stats.counts["not_sampled"] += 1

@@ -1,4 +1,4 @@
-"""Orders that depend on names and a seed alone, never on files, workers, machines or versions of numpy."""
+"""Orders that depend on names, or on numbers, alone: never on files, workers, machines or versions of numpy."""
 
 import hashlib
 from collections.abc import Iterable
@@ -13,20 +13,24 @@ from affinage.data.code_points import kernel
 _ROUNDS = 8
 
 
-def shuffle_keys(names: Iterable[str], seed: int, purpose: str) -> np.ndarray:
+def shuffle_keys(names: Iterable[str], purpose: str) -> np.ndarray:
     """Return one pseudo-random key per name, uint64 [n]: sorting by it shuffles.
 
-    The same name has the same key in every run with this `seed`; another `purpose` gives an independent order.
+    The same name has the same key in every run; another `purpose` gives an independent order.
     """
-    salt = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=32).digest()
+    salt = hashlib.blake2b(f"0/{purpose}".encode(), digest_size=32).digest()
     digests = b"".join([hashlib.blake2b(name.encode(), digest_size=8, key=salt).digest() for name in names])
     return np.frombuffer(digests, "<u8")
 
 
-def document_keys(batch: pa.RecordBatch, seed: int, purpose: str) -> np.ndarray:
-    """Return the shuffle keys of documents, uint64 [n]; an id is unique within its source only, so both count."""
+def document_keys(batch: pa.RecordBatch, purpose: str, separator: str = "") -> np.ndarray:
+    """Return the shuffle keys of documents, uint64 [n]; an id is unique within its source only, so both count.
+
+    Those of one source whose ids agree up to a `separator` have the same key.
+    """
     pairs = zip(batch.column("source").to_pylist(), batch.column("id").to_pylist(), strict=True)
-    return shuffle_keys([f"{source}/{id}" for source, id in pairs], seed, purpose)
+    names = (f"{source}/{id.partition(separator)[0] if separator else id}" for source, id in pairs)
+    return shuffle_keys(names, purpose)
 
 
 def permuted(indices: Integer[np.ndarray, " n"], size: int, *purpose: int | str) -> Integer[np.ndarray, " n"]:

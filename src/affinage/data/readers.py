@@ -80,19 +80,20 @@ def read_records(part: Part, settings: SourceSettings) -> Iterator[Record | BadR
 # ---- objects and rows ----
 
 
-def read_rows(part: Part, settings: SourceSettings, *, of_text: bool = True) -> Iterator[Row | BadRecord]:
+def read_rows(part: Part, settings: SourceSettings) -> Iterator[Row | BadRecord]:
     """Stream JSON objects, or the rows of a table or dataset, with their places; what cannot be read is a BadRecord.
 
-    With `of_text` they have the columns of which a document is made, else all.
+    With a `text_key` they have the columns of which a document is made, without one all.
     """
-    readers: dict[str, Callable[..., Iterator[Row | BadRecord]]]
     readers = {"lines": _read_lines, "table": _read_table, "dataset": _read_dataset}
     with reports_damage():
-        yield from readers[part.kind](part, settings, of_text)
+        yield from readers[part.kind](part, settings)
 
 
-def _needed_columns(settings: SourceSettings, names: list[str], where: str = "") -> list[str]:
-    """Those columns of a table that may be read for a record; a UserError if that of the text is not among them."""
+def _needed_columns(settings: SourceSettings, names: list[str] | None, where: str = "") -> list[str] | None:
+    """Those columns of a table that are read, None for all; a UserError if that of the text is not among them."""
+    if not settings.text_key or names is None:
+        return None
     if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
         fix = "Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}]."
         what = f"it has no column {settings.text_key!r}; it has {', '.join(names)}"
@@ -104,7 +105,7 @@ def _needed_columns(settings: SourceSettings, names: list[str], where: str = "")
 
 
 def _record_of(place: str, fields: Mapping[str, Any], settings: SourceSettings) -> Record | BadRecord:
-    """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
+    """A record from a JSON object, the row of a table, or a text; its id is `place` if it has none of its own."""
     text, key, url = _look_up(fields, settings.text_key), settings.text_key, settings.url_key
     if text is _ABSENT:
         names = encodable(", ".join(map(str, fields)))
@@ -112,11 +113,13 @@ def _record_of(place: str, fields: Mapping[str, Any], settings: SourceSettings) 
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     except UnicodeDecodeError as error:
-        return _not_utf8(place, error)
+        if settings.kind != "gutenberg":
+            return _not_utf8(place, error)
+        text = text.decode("cp1252", "replace")  # old books are in Windows' Latin letters
     if not isinstance(text, str):
         return BadRecord(place, "text is not a string", f"{key!r} is {type(text).__name__}", str(text)[:200])
     if not text.strip():
-        return BadRecord(place, "empty", f"{key!r} is empty")
+        return BadRecord(place, "empty", "there is no text in it")
     whole, values = encodable(text), {key: _word(fields, key) for key in _FIELD.findall(url) or [url]}
     return Record(
         id=_word(fields, settings.id_key) or place,
@@ -189,18 +192,14 @@ def _parts_of_book(book: Record) -> Iterator[Record | BadRecord]:
     if not text:
         yield BadRecord(id, "empty", "nothing between header and license", head[:200])
     whole = replace(book, url=book.url or url, license=book.license or "public domain in the USA (Project Gutenberg)")
-    position, begin = 0, 0
-    while begin < len(text):
-        blank = text.find("\n\n", begin + PART_CHARACTERS)
-        stop = len(text) if blank < 0 else blank
-        yield replace(whole, id=f"{id}#{position}", text=text[begin:stop].strip("\n"))
-        position, begin = position + 1, stop
+    for position, part in enumerate(re.findall(rf"(?s).{{1,{PART_CHARACTERS}}}.*?(?=\n\n|\Z)", text)):
+        yield replace(whole, id=f"{id}#{position}", text=part.strip("\n"))
 
 
 # ---- text, lines and tables ----
 
 
-def _read_text(file: Part, settings: SourceSettings) -> Iterator[Record | BadRecord]:
+def _read_text(file: Part, settings: SourceSettings) -> Iterator[Row | BadRecord]:
     with open_plain(file) as stream:
         content = stream.read(MAX_RECORD_BYTES + 1)
     if len(content) > MAX_RECORD_BYTES:
@@ -208,17 +207,10 @@ def _read_text(file: Part, settings: SourceSettings) -> Iterator[Record | BadRec
     elif content.startswith(b"%PDF") or b"\0" in content:
         yield BadRecord(file.name, "binary", "this is a PDF, UTF-16 or no text: it has NUL bytes")
     else:
-        try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            if settings.kind != "gutenberg":
-                yield _not_utf8(file.name, error)
-                return
-            text = content.decode("cp1252", "replace")  # old books are in Windows' Latin letters
-        yield Record(file.name, text) if text.strip() else BadRecord(file.name, "empty", "no text in the file")
+        yield file.name, {settings.text_key: content}
 
 
-def _read_lines(file: Part, settings: SourceSettings, of_text: bool) -> Iterator[Row | BadRecord]:
+def _read_lines(file: Part, settings: SourceSettings) -> Iterator[Row | BadRecord]:
     with open_plain(file) as stream:
         number, position, inside = 0, max(0, file.start - 1), file.start > 0  # inside a line that is passed over
         if inside:  # a line belongs to the part that its first byte is in
@@ -247,11 +239,10 @@ def _parse_line(line: bytes, place: str) -> Row | BadRecord:
     return place, fields
 
 
-def _read_table(file: Part, settings: SourceSettings, of_text: bool) -> Iterator[Row]:
+def _read_table(file: Part, settings: SourceSettings) -> Iterator[Row | BadRecord]:
     with open_stored(file) as raw:
         table, number = pq.ParquetFile(raw), 0
-        names, where = table.schema_arrow.names, file.url.removeprefix("file://")
-        columns = _needed_columns(settings, names, where) if of_text else None
+        columns = _needed_columns(settings, table.schema_arrow.names, file.url.removeprefix("file://"))
         for group in range(table.num_row_groups):
             metadata = table.metadata.row_group(group)
             if file.stop is None or file.start <= metadata.column(0).data_page_offset < file.stop:
@@ -334,13 +325,13 @@ def at_commit(source: SourceSettings, where: str) -> SourceSettings:
     return source.model_copy(update={"revision": info.sha or source.revision})
 
 
-def parts_of(source: SourceSettings, where: str, *, of_text: bool) -> list[Part]:
+def parts_of(source: SourceSettings, where: str) -> list[Part]:
     """A dataset, that of the Hub as `at_commit` returns it, in as many parts as it has files.
 
-    Raises UserError if it cannot be opened or, with `of_text`, has no column of text.
+    Raises UserError if it cannot be opened or has no column of text.
     """
     try:
-        count = max(1, _opened(source, of_text).num_shards)
+        count = max(1, _opened(source).num_shards)
     except Exception as error:
         if is_of_network(error):
             raise refusal(error, "dataset", source.dataset, revision=source.revision, where=where) from None
@@ -351,8 +342,8 @@ def parts_of(source: SourceSettings, where: str, *, of_text: bool) -> list[Part]
     return [Part("", name, "dataset", 1, index, count) for index, name in enumerate(names)]
 
 
-def _read_dataset(part: Part, source: SourceSettings, of_text: bool) -> Iterator[Row]:
-    dataset = _opened(source, of_text)
+def _read_dataset(part: Part, source: SourceSettings) -> Iterator[Row | BadRecord]:
+    dataset = _opened(source)
     try:
         rows = dataset.shard(num_shards=part.stop, index=part.start) if part.stop != 1 else dataset
         yield from ((f"{part.name}#{number}", row) for number, row in enumerate(rows, 1))
@@ -363,8 +354,8 @@ def _read_dataset(part: Part, source: SourceSettings, of_text: bool) -> Iterator
 
 
 @lru_cache(maxsize=2)
-def _opened(source: SourceSettings, of_text: bool) -> Any:
-    """The streamed dataset of a source, with all columns, or those of which a document is made."""
+def _opened(source: SourceSettings) -> Any:
+    """The streamed dataset of a source, with the columns that are read."""
     import datasets
 
     datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that nobody uses here
@@ -381,5 +372,5 @@ def _opened(source: SourceSettings, of_text: bool) -> Any:
             cache_dir=empty,
             streaming=True,
         )
-    names = dataset.column_names
-    return dataset.select_columns(_needed_columns(source, names)) if of_text and names else dataset
+    columns = _needed_columns(source, dataset.column_names)
+    return dataset.select_columns(columns) if columns else dataset

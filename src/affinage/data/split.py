@@ -7,27 +7,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from affinage.cluster.executor import LOCAL, Executor, clear_completions
 from affinage.config.data import SplitSettings
 from affinage.data.documents import DocumentWriter, Stats, numbered_files, read_documents
-from affinage.data.executor import LOCAL, Executor, clear_completions
 from affinage.data.order import document_keys
 from affinage.errors import UserError
 
 A_FEW = 4  # a source and language with at least this many documents (or groups of them) gives one to validation
 
 
-def split(
-    source: Path, folder: Path, settings: SplitSettings, seed: int, *, executor: Executor = LOCAL
-) -> dict[str, Any]:
+def split(source: Path, folder: Path, settings: SplitSettings, *, executor: Executor = LOCAL) -> dict[str, Any]:
     """Divide documents into `folder/train` and `folder/validation` and return the step's summary.
 
     By document: of each source and language the share `validation_fraction`, and at least one of 4, goes to validation:
-    the documents whose hashes with the seed are smallest. With `group_separator` documents whose ids agree up to there
-    stay together. By tail: the last share of every document goes, with the same id. An interrupted call resumes.
+    the documents whose ids have the smallest hashes. With `group_separator` documents whose ids agree up to there stay
+    together. By tail: the last share of every document goes, with the same id. An interrupted call resumes.
     Raises UserError if nothing is left to train on.
     """
     by_document = settings.by == "document" and settings.validation_fraction > 0
-    held_out = _held_out(source, settings, seed) if by_document else None
+    held_out = _held_out(source, settings) if by_document else None
 
     def write(task: tuple[Path, int]) -> list[dict[str, Any]]:
         (path, first), statistics, place = task, (Stats(), Stats()), task[0].parent.relative_to(source)
@@ -35,8 +33,8 @@ def split(
             DocumentWriter(folder / "train" / place, path.stem, statistics[0]) as train,
             DocumentWriter(folder / "validation" / place, path.stem, statistics[1]) as validation,
         ):
-            for before, batch in statistics[0].entering(path):
-                own = np.zeros(len(batch), bool) if held_out is None else held_out[first + before :][: len(batch)]
+            for number, batch in statistics[0].entering(path, first):
+                own = np.zeros(len(batch), bool) if held_out is None else held_out[number:][: len(batch)]
                 parts = [batch.filter(pa.array(~own)), batch.filter(pa.array(own))]
                 if settings.by == "tail":
                     cuts = [cut_tail(text, settings.validation_fraction) for text in batch["text"].to_pylist()]
@@ -63,27 +61,23 @@ def split(
     }
 
 
-def _held_out(source: Path, settings: SplitSettings, seed: int) -> np.ndarray:
+def _held_out(source: Path, settings: SplitSettings) -> np.ndarray:
     """Which documents are for validation, bool [N]."""
-    share, separator = settings.validation_fraction, settings.group_separator
-    key_parts, name_parts = [np.zeros(0, np.uint64)], list[pa.Array]()  # 12 bytes of every document
+    parts = [pa.table({"key": pa.array([], pa.uint64()), "group": pa.array([], pa.string()).dictionary_encode()})]
     for batch in read_documents(source, ["id", "source", "language"]):
-        if separator:
-            ids = [id.split(separator, 1)[0] for id in batch["id"].to_pylist()]
-            batch = batch.set_column(batch.schema.get_field_index("id"), "id", pa.array(ids, pa.string()))
-        key_parts.append(document_keys(batch, seed, "validation"))
-        names = pc.binary_join_element_wise(batch["source"], batch["language"], "\n")
-        name_parts.append(names.dictionary_encode())
-    keys = np.concatenate(key_parts)
-    names = pa.chunked_array(name_parts, pa.dictionary(pa.int32(), pa.string())).unify_dictionaries().combine_chunks()
-    chosen = np.zeros(keys.size, bool)
-    for number in range(len(names.dictionary)):
-        members = np.flatnonzero(names.indices.to_numpy() == number)
-        different = np.unique(keys[members]).size
-        count = max(round(share * members.size), 1 if different >= A_FEW else 0)
+        keys = document_keys(batch, "validation", settings.group_separator)
+        group = pc.binary_join_element_wise(batch["source"], batch["language"], "\n").dictionary_encode()
+        parts.append(pa.table({"key": keys, "group": group}))  # 12 bytes of a document
+    documents = pa.concat_tables(parts).unify_dictionaries()
+    chosen = [np.zeros(0, np.uint64)]
+    for group in documents.group_by("group").aggregate([("key", "list")])["key_list"]:
+        members = np.sort(group.values)
+        different = np.unique(members).size
+        count = max(round(settings.validation_fraction * members.size), 1 if different >= A_FEW else 0)
         if different > 1 or members.size == 1:  # else all of it would go
-            chosen[members[np.argsort(keys[members], kind="stable")[:count]]] = True
-    return np.isin(keys, keys[chosen])  # what belongs together goes whole, though its languages may differ
+            chosen.append(members[:count])
+    # What belongs together goes whole, though its languages may differ.
+    return np.isin(documents["key"], np.concatenate(chosen))
 
 
 def cut_tail(text: str, share: float) -> tuple[str, str]:

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Integer
+from jaxtyping import Float, Integer
 
 from affinage.data.code_points import kernel
 from affinage.data.special_tokens import MARKS, Marks
@@ -78,9 +79,7 @@ def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int) -> Layout
     document = np.repeat(np.arange(len(lengths)), count)
     offset = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * seq_len
     length = np.minimum(lengths[document] - offset, seq_len)
-    order = np.argsort(-length, kind="stable")
-    bins = np.empty(len(document), np.int64)
-    bins[order] = _fit(length[order], seq_len)
+    bins = _fit(length, np.argsort(-length, kind="stable"), seq_len)
     # Longest first is no order to train in: a row stands where its first document does.
     _, earliest = np.unique(bins, return_index=True)
     row = np.argsort(np.argsort(earliest))[bins]
@@ -92,8 +91,8 @@ def best_fit(lengths: Integer[np.ndarray, " documents"], seq_len: int) -> Layout
 
 
 @kernel
-def _fit(lengths, capacity):  # type: ignore[no-untyped-def]
-    """Return the bin of every item, longest first: the one in which the least room is left over.
+def _fit(lengths, order, capacity):  # type: ignore[no-untyped-def]
+    """Return the bin of every item, which come in an `order`: the one in which the least room is left over.
 
     Bins wait in one stack per room that is left, 0 to `capacity`.
     """
@@ -101,7 +100,7 @@ def _fit(lengths, capacity):  # type: ignore[no-untyped-def]
     below = np.empty(len(lengths), np.int64)  # of every bin in its stack
     bins = np.empty(len(lengths), np.int64)
     opened = 0
-    for item in range(len(lengths)):
+    for item in order:
         room = lengths[item]
         while room < capacity and top[room] < 0:
             room += 1
@@ -159,31 +158,27 @@ def write_shard(
     documents = sorted(documents, key=lambda document: document.key)
     sizes = np.array([len(document.tokens) for document in documents])
     layout = best_fit(sizes, seq_len) if strategy == "best_fit" else concatenate(sizes, seq_len, overlap)
-    here, files = str(folder), dict[str, Any]()
+    here, name = str(folder), partial(shard_file, shard=shard, shards=shards)
+    tokens = layout.fill([each.tokens for each in documents], seq_len, pad)
+    files = {name("tokens"): _put_array(url or here, name("tokens"), tokens)}
     counts: dict[str, Any] = {"rows": layout.rows, "tokens": int(sizes.sum()), "files": files}
-
-    def put(place: str, kind: str, array: np.ndarray) -> None:
-        name = shard_file(kind, shard, shards)
-        files[name] = _put_array(place, name, array)
-
-    put(url or here, "tokens", layout.fill([each.tokens for each in documents], seq_len, pad))
     if trained := [each.trained for each in documents if each.trained is not None]:
         mask = layout.fill(trained, seq_len)
-        put(here, "loss_mask", mask)
+        files[name("loss_mask")] = _put_array(here, name("loss_mask"), mask)
         counts |= {"trained_tokens": int(mask.sum()), "conversations": len(documents)}
         counts["most_in_a_row"] = int(np.bincount(layout.row).max())
     if lengths := [each.bytes for each in documents if each.bytes is not None]:
         # Nothing comes before the first token of a row that could predict it.
         row_bytes = layout.fill(lengths, seq_len)[:, 1:].sum(axis=1, dtype=np.int64)
-        _put_array(here, shard_file("row_bytes", shard, shards), row_bytes)
+        _put_array(here, name("row_bytes"), row_bytes)
         counts["row_bytes"] = int(row_bytes.sum())
     of_pieces = [documents[number] for number in layout.document.tolist()]
-    spans = {name: [getattr(document, name) for document in of_pieces] for name in ("id", "source", "url")}
-    spans |= {name: getattr(layout, name) for name in _COLUMNS}
+    spans = {column: [getattr(document, column) for document in of_pieces] for column in ("id", "source", "url")}
+    spans |= {column: getattr(layout, column) for column in _COLUMNS}
     table = io.BytesIO()
     pq.write_table(pa.table(spans, SCHEMA), table, compression="zstd", row_group_size=65_536)
     for place in dict.fromkeys((here, url or here)):
-        _put(place, shard_file("documents", shard, shards), table.getvalue())
+        _put(place, name("documents"), table.getvalue())
     return counts
 
 
@@ -246,6 +241,8 @@ class TokenShards:
         place = url or str(folder)
         self._shards = self._open(Path(fsspec.core.strip_protocol(place)), "tokens-") if is_local(place) else []
         self._masks = self._open(folder, "loss_mask-")
+        self.reference: Float[np.ndarray, "rows documents"] | None = None
+        """Of preferences: the log-probabilities that the reference gives the documents of each row."""
 
     def _open(self, folder: Path, kind: str) -> list[np.ndarray]:
         arrays = []
@@ -295,6 +292,11 @@ class TokenShards:
         if not self._masks:
             return tokens, np.ones(tokens.shape, np.uint8)
         return tokens, np.concatenate([self._masks[shard][row] for shard, row in places]).reshape(tokens.shape)
+
+    def fields(self, rows: Integer[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """Return what a batch has of rows: their `tokens` and `mask` (see `read`), of preferences their `reference`."""
+        fields = dict(zip(("tokens", "mask"), self.read(rows), strict=True))
+        return fields if self.reference is None else fields | {"reference": self.reference[rows]}
 
     def _download(self, places: list[tuple[int, int]]) -> list[np.ndarray]:
         """Read rows at the URL, each by a range request, all at the same time where the file system can."""

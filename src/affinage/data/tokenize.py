@@ -1,7 +1,7 @@
 """Documents to shards of packed tokens: `<s> text </s>` in a shuffled order, packed into rows of one length.
 
 A shard is a task: it takes consecutive row groups of one source and language, encodes them, shuffles them by a hash of
-the seed and their ids, packs them, and writes its files. So memory is that of a shard, and a run that was killed
+their ids, packs them, and writes its files. So memory is that of a shard, and a run that was killed
 resumes with the missing shards. A held-out row that continues a document begins with the last token of the row before
 it, so that every token of the held-out text is predicted exactly once and bits per byte are exact.
 """
@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from affinage.cluster.executor import LOCAL, Executor
 from affinage.config.data import PackingSettings, safe_name
 from affinage.data.documents import document_files, read_documents
-from affinage.data.executor import LOCAL, Executor
 from affinage.data.order import document_keys
 from affinage.data.token_shards import Document, finish_folder, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
@@ -53,7 +53,6 @@ class ShardTask:
     row_groups: tuple[RowGroup, ...]  # with documents of the source and language
     tokenizer: Path
     settings: PackingSettings
-    seed: int
     held_out: bool
     url: str
 
@@ -63,7 +62,6 @@ def tokenize(
     tokenizer: Tokenizer,
     folder: Path,
     settings: PackingSettings,
-    seed: int,
     *,
     executor: Executor = LOCAL,
 ) -> dict[str, Any]:
@@ -87,7 +85,7 @@ def tokenize(
             to = f"{url}/{place}" if url and part == "train" else ""
             for shard, row_groups in enumerate(shards):
                 where = (folder / place, *name, shard, len(shards), row_groups)
-                tasks.append(ShardTask(*where, tokenizer.folder, settings, seed, part == "validation", to))
+                tasks.append(ShardTask(*where, tokenizer.folder, settings, part == "validation", to))
         if not tasks:
             raise UserError("there is no text to train on", where=str(split_folder / "train"))
         stored += size
@@ -169,7 +167,7 @@ def write_documents(task: ShardTask) -> dict[str, Any]:
         (batch,) = read_documents(path, ["id", "source", "language", "url", "text"], [number])
         batch = batch.filter(pa.array([name == (task.source, task.language) for name in _names(batch)]))
         columns = [batch.column(name).to_pylist() for name in ("id", "source", "url", "text")]
-        keys = document_keys(batch, task.seed, "rows").tolist()
+        keys = document_keys(batch, "rows").tolist()
         rows = zip(*columns, keys, tokenizer.encode_batch(columns[-1]), strict=True)
         for id, source, url, text, key, ids in rows:
             lengths = None

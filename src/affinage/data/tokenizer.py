@@ -5,12 +5,13 @@ a spelling that no text has. What a chat template writes gets them by `encode_re
 """
 
 import json
+import os
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tokenizers import pre_tokenizers
 
 from affinage.data.chat import ChatTemplate
 from affinage.data.fast_bpe import FastBpe
-from affinage.data.special_tokens import BOS, CODE_FRAME, CODE_LANGUAGE, FIXED_PIECES, IM_END, MARKS, NAMED, UNK, Marks
+from affinage.data.special_tokens import BOS, CODE_FRAME, CODE_LANGUAGE, FIXED_PIECES, MARKS, NAMED, UNK, Marks
 from affinage.errors import UserError
 from affinage.json_files import encodable, read_object, write_atomically, write_json
 
@@ -64,17 +65,17 @@ class Tokenizer:
         self.template = None if template is None else ChatTemplate(template, self)
 
     def _build(self, state: dict[str, Any]) -> None:
-        tokens = sorted(state.get("added_tokens", ()), key=lambda token: token["id"])
-        added = {token["content"]: token for token in tokens}
+        # A byte's piece is the model's own affair: "<0x41>" in a text is six characters.
+        tokens = [token for token in state.get("added_tokens", ()) if not _BYTE.fullmatch(token["content"])]
         controls = [
-            content
-            for content, token in added.items()
-            if (token["special"] or _MARKUP.search(content)) and not _BYTE.fullmatch(content) and content.strip()
+            token
+            for token in tokens
+            if _MARKUP.search(token["content"]) or (token["special"] and token["content"].strip())
         ]
-        self.controls: dict[str, int] = {content: added[content]["id"] for content in controls}
-        # What decoding shows of special tokens.
-        self._shown = {added[content]["id"]: "" for content in controls if added[content]["special"]}
-        self._fast = FastTokenizer.from_str(json.dumps(_renamed(state, self.controls)))
+        self.controls: dict[str, int] = {token["content"]: token["id"] for token in controls}
+        self._shown = {token["id"]: "" for token in controls if token["special"]}  # what decoding shows of them
+        self._names = {content: f"{_MARK}{id_}{_MARK}" for content, id_ in self.controls.items()}
+        self._fast = FastTokenizer.from_str(json.dumps(_renamed(state | {"added_tokens": tokens}, self._names)))
         ids = self._fast.get_vocab() | self.controls
         self.pieces = {id_: piece for piece, id_ in ids.items()}
         self.vocabulary = 1 + max(self.pieces)
@@ -88,9 +89,7 @@ class Tokenizer:
         normalizer = (state.get("normalizer") or {}).get("type", "NFC")  # which conversations are in already
         self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
         self._anchor = self.encode(_ANCHOR)
-        # One of thousands of control tokens is found by its first three characters, then by possible lengths.
-        self._beginnings = re.compile("|".join({re.escape(content[:3]) for content in self.controls}) or "(?!)")
-        self._lengths = sorted({len(content) for content in self.controls}, reverse=True)
+        self._control = re.compile(_any_of([*self.controls]) or "(?!)")
 
     def _named_tokens(self) -> dict[str, str]:
         if self.fixed_ids:
@@ -157,15 +156,13 @@ class Tokenizer:
     @property
     def stops(self) -> tuple[int, ...]:
         """Ids that end an answer of a model: ends of texts, of messages, and those that the model's files name."""
-        own = (MARKS.end, IM_END) if self.fixed_ids else (self.eos, self.marks.end, self.id_of("<|im_end|>"))
         ends = () if self.template is None else self.template.ends
-        return tuple(dict.fromkeys(id_ for id_ in (*own, *self._configured_stops, *ends) if id_ is not None))
+        named = (self.eos, self.marks.end, self.id_of("<|im_end|>"), *self._configured_stops, *ends)
+        return tuple(dict.fromkeys(id_ for id_ in named if id_ is not None))
 
     @cached_property
     def marks(self) -> Marks:
         """The ids by which rows of documents are read. Raises UserError if none ends a document."""
-        if self.fixed_ids:
-            return MARKS
         # A chat model's eos_token may end messages, not documents.
         ends = (self.eos, self.id_of("<|endoftext|>"), self.pad)
         end = next((id_ for id_ in ends if id_ not in (None, self.id_of("<|im_end|>"))), None)
@@ -214,22 +211,17 @@ class Tokenizer:
 
     def control_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Return where control tokens are spelled in a text: (id, first character, end) of each."""
-        spans, place = [], 0
-        while match := self._beginnings.search(text, place):
-            start = match.start()
-            spellings = (text[start : start + length] for length in self._lengths)
-            spelling = next((spelling for spelling in spellings if spelling in self.controls), "")
-            place = start + max(len(spelling), 1)
-            spans += [(self.controls[spelling], start, place)] if spelling else []
-        return spans
+        return [(self.controls[match[0]], *match.span()) for match in self._control.finditer(text)]
 
     def guard(self, text: str, *, tags: bool = False) -> str:
         """Return the text of a message with a guard in what spells a control token, but for `tags` such as <think>."""
-        text = _plain(text)
-        for id_, start, _ in reversed(self.control_spans(text)):
-            if not (tags and id_ not in self._shown and _TAG.fullmatch(self.pieces[id_])):
-                text = text[: start + 1] + _GUARD + text[start + 1 :]
-        return text
+
+        def broken(spelled: re.Match[str]) -> str:
+            content = spelled[0]
+            kept = tags and _TAG.fullmatch(content) and self.controls[content] not in self._shown
+            return content if kept else content[0] + _GUARD + content[1:]
+
+        return self._control.sub(broken, _plain(text))
 
     def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[bool]]:
         """Return the ids of what a chat template wrote, and which lie, at least in part, in spans of characters.
@@ -239,15 +231,13 @@ class Tokenizer:
         text = encodable(text).replace(_MARK, REPLACEMENT)
         edges = [0, *(edge for span in spans for edge in span), len(text)]
         parts = [text[begin:end] for begin, end in pairwise(edges)]  # those at odd places are the spans
-        named = [self._named(part) for part in parts]
+        named = [self._control.sub(lambda spelled: self._names[spelled[0]], part).replace(_GUARD, "") for part in parts]
         ids: list[int] = []
         if self._exact or not spans:  # a quarter faster without the places of tokens
             ids = self._fast.encode_batch_fast(["".join(named)], add_special_tokens=False)[0].ids
-        if not spans:
-            return ids, [False] * len(ids)
-        sizes = self._spelled_bytes[np.array(ids, np.int64)]
-        places = [*accumulate(len(part.replace(_GUARD, "").encode()) for part in parts)]
-        if ids and sizes.sum() == places[-1]:
+        sizes = np.maximum(self.piece_bytes[np.array(ids, np.int64)], 1)  # of a control token: as if it was a byte
+        places = [*accumulate(len(_NAME.sub("-", part).encode()) for part in named)]
+        if not spans or sizes.sum() == places[-1]:
             ends = np.cumsum(sizes)
             begin_of, end_of = (ends - sizes).__getitem__, ends.__getitem__
         else:
@@ -261,31 +251,18 @@ class Tokenizer:
             trained[here] = [True] * len(tokens[here])
         return ids, trained
 
-    def _named(self, text: str) -> str:
-        """The text with the names of its control tokens in their places, and without guards."""
-        parts, place = [], 0
-        for id_, start, end in self.control_spans(text):
-            parts += [text[place:start], f"{_MARK}{id_}{_MARK}"]
-            place = end
-        return "".join([*parts, text[place:]]).replace(_GUARD, "")
-
     # ---- ids to text ----
-
-    @cached_property
-    def _spelled_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
-        """UTF-8 bytes by which each id is spelled."""
-        alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet() if self._byte_level else ())
-        sizes = np.zeros(self.vocabulary, np.int64)
-        for token, piece in self.pieces.items():
-            is_bytes = alphabet.issuperset(piece) and piece not in self.controls  # every byte as a character
-            plain = len(piece) if is_bytes else len(piece.replace(SPACE, " ").encode())
-            sizes[token] = 1 if _BYTE.fullmatch(piece) and not is_bytes else plain
-        return sizes
 
     @cached_property
     def piece_bytes(self) -> Int64[np.ndarray, " vocabulary"]:
         """UTF-8 bytes of text that each id stands for; 0 for control tokens."""
-        sizes = self._spelled_bytes.copy()
+        alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet() if self._byte_level else ())
+        sizes = np.zeros(self.vocabulary, np.int64)
+        for token, piece in self.pieces.items():
+            if alphabet.issuperset(piece):  # every byte as a character
+                sizes[token] = len(piece)
+            else:
+                sizes[token] = 1 if _BYTE.fullmatch(piece) else len(piece.replace(SPACE, " ").encode())
         sizes[list(self.controls.values())] = 0
         return sizes
 
@@ -296,8 +273,8 @@ class Tokenizer:
         text = _plain(text)
         ends = [end for _, end in self._fast.encode(text, add_special_tokens=False).offsets]
         ends[-1:] = [len(text)] if ends else []
-        bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
-        return np.diff(np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)]))
+        places = pairwise(accumulate(ends, max, initial=0))
+        return np.array([len(text[begin:end].encode()) for begin, end in places], np.int64)
 
     def unspelled(self, text: str) -> int:
         """Return how many characters of a text are in none of its tokens, or only in the unknown one."""
@@ -340,14 +317,21 @@ def _object_in(path: Path) -> dict[str, Any]:
 
 def _plain(text: str) -> str:
     """The text without what UTF-8 has no form for, and without the two noncharacters that are used here."""
-    if text.isascii():
-        return text
     return encodable(text).replace(_MARK, REPLACEMENT).replace(_GUARD, REPLACEMENT)
 
 
-def _renamed(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:
-    """The content of tokenizer.json, in which every control token is spelled as no text can."""
-    names = {content: f"{_MARK}{id_}{_MARK}" for content, id_ in controls.items()}
+def _any_of(words: Sequence[str]) -> str:
+    """A regular expression for the longest of the words at a place, a tree: thousands take no longer than a few."""
+    if len(words) < 2:
+        return "".join(map(re.escape, words))
+    common = os.path.commonprefix(words)  # noqa: RUF071 (characters)
+    rest = sorted((word[len(common) :] for word in words), reverse=True)
+    branches = (_any_of([*some]) for _, some in groupby(rest, lambda word: word[:1]))
+    return f"{re.escape(common)}(?:{'|'.join(branches)})"
+
+
+def _renamed(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The content of tokenizer.json, in which every control token is spelled as no text can: by its name."""
     model = dict(state["model"])
     if isinstance(model["vocab"], dict):
         if "merges" in model and not names.keys().isdisjoint(model["vocab"]):
@@ -357,7 +341,5 @@ def _renamed(state: dict[str, Any], controls: dict[str, int]) -> dict[str, Any]:
     else:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
     model |= {"unk_token": names[model["unk_token"]]} if model.get("unk_token") in names else {}
-    # A byte's piece is the model's own affair; "<0x41>" in a text is six characters.
-    added = [token for token in state.get("added_tokens", ()) if not _BYTE.fullmatch(token["content"])]
-    added = [token | {"content": names.get(token["content"], token["content"])} for token in added]
+    added = [token | {"content": names.get(token["content"], token["content"])} for token in state["added_tokens"]]
     return state | {"model": model, "added_tokens": added, "truncation": None, "padding": None}

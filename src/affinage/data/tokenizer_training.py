@@ -28,7 +28,7 @@ _MEASURED_BYTES = 2_000_000  # of each source and language: three digits of a ra
 
 
 def train_tokenizer(
-    split_folder: Path, folder: Path, settings: TokenizerSettings, languages: Sequence[str], seed: int
+    split_folder: Path, folder: Path, settings: TokenizerSettings, languages: Sequence[str]
 ) -> dict[str, Any]:
     """Train a tokenizer on `split_folder`/train and write it into `folder`; return its quality, see `measure`.
 
@@ -42,7 +42,7 @@ def train_tokenizer(
             characters.update(*batch["text"].to_pylist())
         write_atomically(folder / FILE, characters_json(sorted(characters.difference(FIXED_PIECES))))
     else:
-        texts, summary["sample"] = balanced_sample(split_folder / "train", languages, settings.sample_bytes, seed)
+        texts, summary["sample"] = balanced_sample(split_folder / "train", languages, settings.sample_bytes)
         model = train_bpe(texts, settings)
         write_atomically(folder / "tokenizer.model", model)  # for programs that read SentencePiece's models
         write_atomically(folder / FILE, bpe_json(model))
@@ -53,18 +53,16 @@ def train_tokenizer(
 # ---- the sample ----
 
 
-def balanced_sample(
-    documents: Path, languages: Sequence[str], budget: int, seed: int
-) -> tuple[list[str], dict[str, int]]:
+def balanced_sample(documents: Path, languages: Sequence[str], budget: int) -> tuple[list[str], dict[str, int]]:
     """Return texts of `budget` bytes, as evenly as there is text over `languages` and others, and the bytes of each.
 
-    Which ones, and their order, depends on `seed` and the documents' ids alone. Memory is about `budget` for each
+    Which ones, and their order, depends on the documents' ids alone. Memory is about `budget` for each
     language. Raises UserError if there is no text.
     """
     chosen: dict[str, list[tuple[int, bytes]]] = defaultdict(list)  # by language: keys and texts
     totals = Counter[str]()  # bytes
     for batch in read_documents(documents, ("id", "source", "language", "text")):
-        keys, texts = document_keys(batch, seed, "tokenizer").tolist(), batch.column("text").cast(pa.large_binary())
+        keys, texts = document_keys(batch, "tokenizer").tolist(), batch.column("text").cast(pa.large_binary())
         for key, language, text in zip(keys, batch.column("language").to_pylist(), texts.to_pylist(), strict=True):
             name = language if language in languages else _OTHER
             chosen[name].append((key, text))

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from affinage.cluster.executor import LOCAL, POOL_BYTES, Executor
 from affinage.config.data import POCKET_WORLD, SourceSettings
 from affinage.config.training import ConversationSettings, DpoSettings, SftSettings
 from affinage.data import chat
 from affinage.data.chat import Encoded
 from affinage.data.conversations import Example, open_source, read_examples
 from affinage.data.decontaminate import contaminated, strings_in
-from affinage.data.executor import LOCAL, POOL_BYTES, Executor
 from affinage.data.files import LINES, Part
 from affinage.data.ingest import divide
 from affinage.data.order import shuffle_keys
@@ -53,7 +53,6 @@ class TuningTask:
     tokenizer: Path
     template: str | None
     seq_len: int
-    seed: int
     folder: Path
     searched: Path | None  # the file with the items of benchmarks that lines must not hold
 
@@ -64,7 +63,6 @@ def prepare_tuning_data(
     folder: Path,
     *,
     seq_len: int,
-    seed: int,
     system_prompt: str,
     world_folder: Path | None = None,
     searched: Path | None = None,
@@ -73,7 +71,7 @@ def prepare_tuning_data(
     """Write `train/<source>/` and `validation/<source>/` folders of token shards into `folder`.
 
     The sides of a pair are two documents, one after the other. Which lines are sampled, limited and held out depends on
-    their content and the seed. Lines that hold an item of a benchmark of `searched` are left out.
+    their content. Lines that hold an item of a benchmark of `searched` are left out.
     Returns counts of all lines, of what was left out and cut of those that are `used`, and what the rows of `train` and
     `validation` hold. Raises UserError for a line that cannot be used, unless it is skipped, and if nothing is trained.
     """
@@ -88,7 +86,7 @@ def prepare_tuning_data(
         groups = divide(parts, TASK_BYTES)
         tasks += [
             TuningTask(settings, system_prompt, source, opened, name, group, shard, len(groups), tokenizer.folder,
-                       template, seq_len, seed, folder, searched)
+                       template, seq_len, folder, searched)
             for shard, group in enumerate(groups)
         ]  # fmt: skip
     sizes = (POOL_BYTES if is_remote(task.opened) else part.bytes for task in tasks for part in task.parts)
@@ -110,7 +108,7 @@ def _lines(task: TuningTask) -> Iterator[tuple[int, Example | UserError]]:
     for part in task.parts:
         for line in read_examples(part, task.opened, pairs=isinstance(task.settings, DpoSettings)):
             if isinstance(line, Example):
-                yield int(shuffle_keys([line.content], task.seed, "conversations")[0]), line
+                yield int(shuffle_keys([line.content], "conversations")[0]), line
             elif task.settings.on_error == "raise":
                 raise line
             else:

@@ -229,8 +229,7 @@ class Engine:
             if self._interactive and requests:
                 prompt = requests[0].prompt[:-1]
                 shared = {slot: sum(takewhile(bool, map(eq, self._held[slot], prompt))) for slot in free}
-                start = max(shared.values())
-                start = start if start >= _WORTH_KEEPING else 0
+                start = max([0, *(count for count in shared.values() if count >= _WORTH_KEEPING)])
                 free.sort(key=lambda slot: shared[slot] < start)
             admitted = dict(zip(free, requests, strict=False))
             # The last token is the first that decoding reads.

@@ -103,10 +103,9 @@ def filtered(logits: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     logits = logits / jnp.where(temperature > 0, temperature, 1.0)
 
     def with_filters(logits: Array) -> Array:
-        vocabulary = logits.shape[1]
         descending = jnp.sort(logits, axis=-1, descending=True)
-        place = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary) - 1
-        kth = jnp.take_along_axis(descending, place, axis=-1)
+        place = jnp.where(top_k > 0, top_k, logits.shape[1]) - 1
+        kth = jnp.take_along_axis(descending, place, axis=-1, mode="clip")
         kept = jnp.where(descending >= kth, descending, -jnp.inf)  # those tied with the last one stay
         probabilities = jax.nn.softmax(kept, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
@@ -116,8 +115,7 @@ def filtered(logits: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
         least = descending[:, :1] + jnp.log(min_p)
         return jnp.where((logits >= last) & (logits >= least), logits, -jnp.inf)
 
-    wanted = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
-    return jax.lax.cond(wanted, with_filters, lambda logits: logits, logits)
+    return jax.lax.cond(jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0)), with_filters, lambda logits: logits, logits)
 
 
 def choose(logits: Float[Array, "V B"], rows: Rows) -> Int[Array, "B"]:

@@ -66,7 +66,7 @@ def _data_steps(recipe: Recipe, initial: Path | None, begun: dict[str, str]) -> 
     inputs: tuple[str, ...] = ("synthesize",) if worlds else ()
     config = {"data": _part(data, "sources", "root", "mirror", "sample", "on_error")}
     work, check = _of_data("ingest_step", data=data), _of_data("check_ingest", data=data)
-    yield step("ingest", work, config, inputs, version=6, files=_places(data), check=check)
+    yield step("ingest", work, config, inputs, version=7, files=_places(data), check=check)
     work, check = _of_data("filter_step", data=data), _of_data("check_filter", data=data)
     yield step("filter", work, {"data": _part(data, "filters", "languages")}, ("ingest",), version=5, check=check)
     last = ("filter",)
@@ -82,15 +82,15 @@ def _data_steps(recipe: Recipe, initial: Path | None, begun: dict[str, str]) -> 
         work, check = (_of_data(f, settings=data.decontaminate) for f in ("decontaminate_step", "check_decontaminate"))
         yield step("decontaminate", work, config, last, version=6, files=files, check=check)
         last = ("decontaminate",)
-    work = _of_data("split_step", settings=data.split, seed=recipe.seed)
-    yield step("split", work, {"data": _part(data, "split"), **_part(recipe, "seed")}, last)
+    work = _of_data("split_step", settings=data.split)
+    yield step("split", work, {"data": _part(data, "split")}, last)
     if initial is not None:
         yield replace(given, inputs=("split",))
     else:
-        config = {"data": _part(data, "languages"), **_part(recipe, "tokenizer", "seed")}
+        config = {"data": _part(data, "languages"), **_part(recipe, "tokenizer")}
         work = _of_data("tokenizer_step", languages=data.languages)
         yield Step("train-tokenizer", work, config, ("split",), version=2)
-    yield step("tokenize", _of_data("tokenize_step"), _part(recipe, "packing", "seed"), ("split", "train-tokenizer"))
+    yield step("tokenize", _of_data("tokenize_step"), _part(recipe, "packing"), ("split", "train-tokenizer"))
 
 
 def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -109,7 +109,7 @@ def _searched(recipe: Recipe) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
     recipe, tuning = loaded.recipe, getattr(loaded.recipe, section)
-    config: dict[str, Any] = {section: _part(tuning, *OF_THE_ROWS), **_part(recipe, "seed")}
+    config: dict[str, Any] = {section: _part(tuning, *OF_THE_ROWS)}
     if section == "dpo":
         config["dpo"]["system_prompt"] = recipe.chat_system_prompt
     # Of the tokenizer's own template, the tokenizer's key holds which one that is.
@@ -184,7 +184,7 @@ def _files_of(benchmarks: EvaluateSettings | MonitorSettings) -> tuple[str, ...]
 def _places(settings: DataSettings | TuningSettings) -> tuple[str, ...]:
     """Where the sources are whose files are read here; a dataset of the Hub is known by its revision."""
     places = [located(source, settings) for source in settings.sources]
-    return tuple(source.place for source in places if not is_on_hub(source))
+    return tuple(source.place for source in places if not is_on_hub(source) and source.path != POCKET_WORLD)
 
 
 def _is_of_world(tuning: TuningSettings | None) -> bool:

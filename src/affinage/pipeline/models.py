@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, packaged_recipes
 from affinage.errors import UserError, did_you_mean
-from affinage.pipeline.step import fingerprints
+from affinage.fingerprints import fingerprints
 from affinage.pipeline.store import Store, read_manifest, read_request
 from affinage.results import RESULTS, read_json
 

@@ -5,6 +5,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+from affinage.cluster.executor import open_executor
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
@@ -13,7 +14,6 @@ from affinage.data import ingest
 from affinage.data.conversations import check_source
 from affinage.data.decontaminate import BenchmarkItem, decontaminate, kind_of_items, read_items, write_items
 from affinage.data.dedup import dedup
-from affinage.data.executor import open_executor
 from affinage.data.filters import filter_documents, known_languages
 from affinage.data.places import released_folder
 from affinage.data.split import split
@@ -70,7 +70,7 @@ def decontaminate_step(context: StepContext, settings: DecontaminateSettings) ->
 def tokenizer_step(context: StepContext, languages: Sequence[str]) -> Summary:
     """Train the tokenizer on the training documents."""
     recipe = context.recipe
-    return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
+    return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages)
 
 
 def base_tokenizer(context: StepContext, folder: Path) -> Summary:
@@ -84,7 +84,7 @@ def base_tokenizer(context: StepContext, folder: Path) -> Summary:
 def tokenize_step(context: StepContext) -> Summary:
     """Write the documents as shards of packed tokens."""
     recipe, tokenizer = context.recipe, Tokenizer(context.inputs["train-tokenizer"])
-    return _pooled(context, tokenize, context.inputs["split"], tokenizer, context.folder, recipe.packing, recipe.seed)
+    return _pooled(context, tokenize, context.inputs["split"], tokenizer, context.folder, recipe.packing)
 
 
 def tuning_data(context: StepContext, section: str) -> Summary:
@@ -93,7 +93,7 @@ def tuning_data(context: StepContext, section: str) -> Summary:
     settings = recipe.data.decontaminate if recipe.data is not None else None
     items, path = _benchmark_items(recipe, settings) if settings else [], context.folder / "benchmark-items.json"
     searched = write_items(path, items, settings) if settings is not None and items else None
-    how: dict[str, Any] = {"seq_len": tuning.seq_len or recipe.packing.seq_len, "seed": recipe.seed}
+    how: dict[str, Any] = {"seq_len": tuning.seq_len or recipe.packing.seq_len}
     how["system_prompt"] = recipe.chat_system_prompt if section == "dpo" else tuning.system_prompt
     how |= {"world_folder": context.inputs.get("synthesize"), "searched": searched}
     summary = _pooled(context, prepare_tuning_data, tuning, chat_tokenizer(context), context.folder, **how)

@@ -54,12 +54,11 @@ def train_step(context: StepContext) -> Summary:
     prompt = "" if name == "pretrain" else recipe.chat_system_prompt if name == "dpo" else requested.system_prompt
     data = {"rows": content_hash(rows, "train")}
     if (reference := inputs.get("ref-logprobs")) is not None:
-        feed.reference, of_validation = (
-            {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in (reference / part).glob("*.npy")}
-            for part in ("train", "validation")
-        )
-        for title, held_out in validation.items():
-            held_out.bytes, held_out.reference = 0, of_validation.get(title)  # the loss is of pairs, not of text
+        for title, shards in feed.shards.items():
+            shards.reference = np.load(reference / f"train/{title}.npy", mmap_mode="r", allow_pickle=False)
+        for title, each in validation.items():
+            each.bytes = 0  # the loss is of pairs, not of text
+            each.shards.reference = np.load(reference / f"validation/{title}.npy", mmap_mode="r", allow_pickle=False)
         data["reference"] = content_hash(reference, "train")
     graph = _graph_of(context)
     monitor = settings.monitor and BenchmarkMonitor(context, settings, graph, feed.context, prompt)

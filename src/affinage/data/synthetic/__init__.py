@@ -7,7 +7,7 @@ of lm-evaluation-harness.
 import json
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,15 +37,16 @@ def write_world(folder: Path | str, *, megabytes: float = 3.0, seed: int = 0) ->
     used_sums, held_out_sums = calculations(seed)
     used_scenes, held_out_scenes = scenes(seed)
     writers = [Writer(language, facts, used_sums, used_scenes, seed) for language in LANGUAGES]
-    documents = ordinary_documents(writers, round(ORDINARY_SHARE * megabytes * 1e6))
+    documents = list(ordinary_documents(writers, round(ORDINARY_SHARE * megabytes * 1e6)))
     rng = random.Random(f"{seed}/planted")
-    documents += planted_documents(documents, rng)
+    documents += list(planted_documents(documents, rng))
     rng.shuffle(documents)
-    exchanges = make_exchanges(facts, used_sums, random.Random(f"{seed}/chats"))
+    exchanges = list(make_exchanges(facts, used_sums, random.Random(f"{seed}/chats")))
     tasks = build_tasks(facts, held_out_sums, held_out_scenes, exchanges, seed)
     size = -(-len(documents) // SHARDS)
-    files = {"chat": conversations(exchanges, random.Random(f"{seed}/talks")), "facts": list(map(vars, facts))}
-    files |= {"preferences": preferences(exchanges, facts, random.Random(f"{seed}/preferences"))}
+    files: dict[str, Iterable[Item]] = {"facts": map(vars, facts)}
+    files["chat"] = conversations(exchanges, random.Random(f"{seed}/talks"))
+    files["preferences"] = preferences(exchanges, facts, random.Random(f"{seed}/preferences"))
     files |= {f"documents/part-{k}": [d._asdict() for d in documents[k * size :][:size]] for k in range(SHARDS)}
     files |= {f"tasks/{name}": items for name, items in tasks.items()}
     for name, lines in files.items():
@@ -53,9 +54,8 @@ def write_world(folder: Path | str, *, megabytes: float = 3.0, seed: int = 0) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
     for name in tasks:
-        kind = {"agreement": "minimal_pair", "chat": "chat"}.get(name.split("_")[1], "completion")
-        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}}}
-        settings = {"task": name, **source, "test_split": "test", **table("tasks")[kind]}
+        own = {"task": name, "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}}}
+        settings = table("tasks")[name.split("_")[1]] | own
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
         (folder / f"tasks/{name}.yaml").write_text(text, "utf-8")
     return {"documents": len(documents), "tasks": {name: len(items) for name, items in sorted(tasks.items())}}
@@ -75,23 +75,21 @@ def _ask(fact: Fact, template: str, language: str) -> Exchange:
     return Exchange(fact.fill(template, language), fact.statement(language), fact.relation, language, fact)
 
 
-def make_exchanges(facts: Sequence[Fact], sums: Sequence[Fact], rng: random.Random) -> list[Exchange]:
-    """Return all single questions: each fact in each language it is stated in, calculations, greetings."""
-    exchanges = []
+def make_exchanges(facts: Sequence[Fact], sums: Sequence[Fact], rng: random.Random) -> Iterator[Exchange]:
+    """Yield all single questions: each fact in each language it is stated in, calculations, greetings."""
     for language in LANGUAGES:
         for fact in (fact for fact in facts if language in fact.stated):
-            templates = rng.sample(fact.templates("questions", language), PHRASINGS)
-            exchanges += [_ask(fact, template, language) for template in templates]
+            for template in rng.sample(fact.templates("questions", language), PHRASINGS):
+                yield _ask(fact, template, language)
         for fact in rng.sample(sums, SUMS_ASKED):
             exchange = _ask(fact, rng.choice(fact.templates("questions", language)), language)
-            exchanges.append(exchange._replace(kind="arithmetic", fact=None))
-        greetings = table("prose")["greetings"][language]
-        exchanges += [Exchange(question, answer, "greeting", language) for question, answer in greetings]
-    return exchanges
+            yield exchange._replace(kind="arithmetic", fact=None)
+        for question, answer in table("prose")["greetings"][language]:
+            yield Exchange(question, answer, "greeting", language)
 
 
-def conversations(exchanges: Sequence[Exchange], rng: random.Random) -> list[Item]:
-    """Return the lines of chat.jsonl, in random order: every question alone, and once more within a talk."""
+def conversations(exchanges: Sequence[Exchange], rng: random.Random) -> Iterator[Item]:
+    """Yield the lines of chat.jsonl, in random order: every question alone, and once more within a talk."""
     talks = [[exchange] for exchange in exchanges for _ in range(3 if exchange.kind == "greeting" else 1)]
     for language in LANGUAGES:
         mine = [exchange for exchange in exchanges if exchange.lang == language and exchange.kind != "greeting"]
@@ -109,17 +107,15 @@ def conversations(exchanges: Sequence[Exchange], rng: random.Random) -> list[Ite
                 turns.append(rng.choice(greetings[-2:]))
             talks.append(turns)
     rng.shuffle(talks)
-    lines = []
     for i, turns in enumerate(talks):
         said = [pair for turn in turns for pair in (("user", turn.question), ("assistant", turn.answer))]
         messages = [{"role": role, "content": text} for role, text in said]
         kind, language = turns[0].kind if len(turns) == 1 else "talk", turns[0].lang
-        lines.append({"id": f"{language}-chat-{i:05d}", "messages": messages, "kind": kind, "lang": language})
-    return lines
+        yield {"id": f"{language}-chat-{i:05d}", "messages": messages, "kind": kind, "lang": language}
 
 
-def preferences(exchanges: Sequence[Exchange], facts: Sequence[Fact], rng: random.Random) -> list[Item]:
-    """Return the lines of preferences.jsonl: the rejected answer is false, curt, or in the other language."""
+def preferences(exchanges: Sequence[Exchange], facts: Sequence[Fact], rng: random.Random) -> Iterator[Item]:
+    """Yield the lines of preferences.jsonl: the rejected answer is false, curt, or in the other language."""
     pairs = []
     for exchange, fact in [(exchange, exchange.fact) for exchange in exchanges if exchange.fact]:
         language, other = exchange.lang, {"en": "fr", "fr": "en"}[exchange.lang]
@@ -133,8 +129,8 @@ def preferences(exchanges: Sequence[Exchange], facts: Sequence[Fact], rng: rando
             rejected = f"{context} {rng.choice(wrong)[1]}."
         answers = {"prompt": exchange.question, "chosen": exchange.answer, "rejected": rejected}
         pairs.append({**answers, "lang": language, "kind": kind})
-    pairs = rng.sample(pairs, len(pairs))
-    return [{"id": f"{pair['lang']}-preference-{i:05d}", **pair} for i, pair in enumerate(pairs)]
+    for i, pair in enumerate(rng.sample(pairs, len(pairs))):
+        yield {"id": f"{pair['lang']}-preference-{i:05d}", **pair}
 
 
 def _choices(context: str, right: Any, wrong: Sequence[Any], rng: random.Random) -> Item:
@@ -167,9 +163,8 @@ def build_tasks(
         for fact in sums:  # each in two ways in words and in digits
             for form, index in ((language, 0), (language, 1), ("digits", 0)):
                 context, right, _ = fact.choices(form, index, ())
-                near = [int(fact.object) + step for step in (-10, -3, -2, -1, 1, 2, 3, 10)]
-                near = rng.sample([number for number in near if number >= 0], WRONG)
-                wrong = [(str(number), table("lexicon")["numbers"][form][number]) for number in near]
+                near = [n for step in (-10, -3, -2, -1, 1, 2, 3, 10) if (n := int(fact.object) + step) >= 0]
+                wrong = [(str(n), table("lexicon")["numbers"][form][n]) for n in rng.sample(near, WRONG)]
                 item = {**_choices(context, right, wrong, rng), "operation": fact.relation}
                 items["arithmetic"].append(item | {slot: int(fact.forms["digits"][slot]) for slot in "ab"})
         for scene in rng.sample(scenes, AGREEMENT_ITEMS):  # minimal pairs of sentences, one right and one wrong

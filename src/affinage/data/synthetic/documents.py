@@ -160,21 +160,20 @@ class Writer:
         yield from sentences
 
 
-def ordinary_documents(writers: Sequence[Writer], size: int) -> list[Document]:
-    """Return documents of all kinds, as much text in each language, until `size` bytes of UTF-8 are reached.
+def ordinary_documents(writers: Sequence[Writer], size: int) -> Iterator[Document]:
+    """Yield documents of all kinds, as much text in each language, until `size` bytes of UTF-8 are reached.
 
     The next document is always of the language and kind that lags furthest behind its share.
     """
     kinds = table("prose")["kinds"]
     written = {(writer, kind): 0 for writer in writers for kind in kinds}
-    numbers, documents = dict.fromkeys(written, 0), []
+    numbers = dict.fromkeys(written, 0)
     while sum(written.values()) < size:
         writer, kind = pair = min(written, key=lambda pair: written[pair] / kinds[pair[1]]["share"])
         text = writer.write(kind)
         written[pair] += len(text.encode())
         numbers[pair] += 1
-        documents.append(Document(f"{writer.language}-{kind}-{numbers[pair]:06d}", text, writer.language))
-    return documents
+        yield Document(f"{writer.language}-{kind}-{numbers[pair]:06d}", text, writer.language)
 
 
 def jaccard(one: str, other: str) -> float:
@@ -183,34 +182,33 @@ def jaccard(one: str, other: str) -> float:
     return len(a & b) / max(1, len(a | b))
 
 
-def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> list[Document]:
-    """Return duplicates, near-duplicates, foreign languages, fragments and noise, in proportion to the ordinary ones.
+def planted_documents(ordinary: Sequence[Document], rng: random.Random) -> Iterator[Document]:
+    """Yield duplicates, near-duplicates, foreign languages, fragments and noise, in proportion to the ordinary ones.
 
     The id of a duplicate begins with the id of its original. A near-duplicate has one filler replaced by another.
     """
     prose = table("prose")
     counts = {kind: round(share * len(ordinary)) for kind, share in prose["planted"].items()}
-    copied = enumerate(rng.sample(ordinary, counts["exact-duplicate"]))
-    planted = [each._replace(id=f"{each.id}+exact-{i:04d}", kind="exact-duplicate") for i, each in copied]
-    near: list[Document] = []
+    for i, each in enumerate(rng.sample(ordinary, counts["exact-duplicate"])):
+        yield each._replace(id=f"{each.id}+exact-{i:04d}", kind="exact-duplicate")
+    near = 0
     for each in rng.sample(ordinary, len(ordinary)):
         fillers = prose["fillers"][each.lang]
         present, absent = ([filler for filler in fillers if (filler in each.text) == there] for there in (True, False))
-        if len(near) < counts["near-duplicate"] and present:
+        if near < counts["near-duplicate"] and present:
             text = each.text.replace(rng.choice(present), rng.choice(absent), 1)
             if jaccard(each.text, text) >= NEAR_JACCARD:
-                near.append(each._replace(id=f"{each.id}+near-{len(near):04d}", text=text, kind="near-duplicate"))
-    planted += near
+                yield each._replace(id=f"{each.id}+near-{near:04d}", text=text, kind="near-duplicate")
+                near += 1
     for i in range(counts["wrong-language"]):
         language, bank = rng.choice(sorted(prose["foreign"].items()))
         words = dict(zip("abcdef", rng.sample(bank["places"], 6), strict=True)) | {"m": rng.choice(bank["months"])}
         text = " ".join(rng.sample(bank["sentences"], len(bank["sentences"]))).format(**words)
-        planted.append(Document(f"foreign-{i:04d}", text, language, "wrong-language"))
+        yield Document(f"foreign-{i:04d}", text, language, "wrong-language")
     for i in range(counts["short"]):
         language = rng.choice(LANGUAGES)
         text = rng.choice(prose["short"][language]).format(n=rng.randrange(1, 400))
-        planted.append(Document(f"short-{i:04d}", text, language, "short"))
+        yield Document(f"short-{i:04d}", text, language, "short")
     for i in range(counts["junk"]):
         noise = ("".join(rng.choices(prose["noise"], k=rng.randrange(3, 14))) for _ in range(rng.randrange(15, 60)))
-        planted.append(Document(f"junk-{i:04d}", " ".join(noise), "", "junk"))
-    return planted
+        yield Document(f"junk-{i:04d}", " ".join(noise), "", "junk")

@@ -72,8 +72,7 @@ class Fact:
 
     def used(self, language: str) -> list[int]:
         """Return the indices of the statements that are not held out."""
-        indices = range(len(self.templates("statements", language)))
-        return [i for i in indices if i not in self.held_out[language]]
+        return [i for i in range(len(self.templates("statements", language))) if i not in self.held_out[language]]
 
     def completable(self, language: str) -> range:
         """Return the indices of the statements that end in their object: all but the last two."""
@@ -114,8 +113,7 @@ def build_facts(seed: int) -> list[Fact]:
         if domain not in STATED_IN_BOTH:
             rng.shuffle(members)
             share = round(ONE_LANGUAGE_SHARE * len(members))
-            stated |= {fact.id: ("en",) for fact in members[:share]}
-            stated |= {fact.id: ("fr",) for fact in members[share : 2 * share]}
+            stated |= {fact.id: (x,) for i, x in enumerate(LANGUAGES) for fact in members[i * share :][:share]}
     for i, fact in enumerate(facts):
         held_out = {x: sorted(rng.sample(fact.completable(x)[1:], HELD_OUT_STATEMENTS)) for x in LANGUAGES}
         facts[i] = replace(fact, stated=stated.get(fact.id, LANGUAGES), held_out=held_out)
@@ -173,20 +171,15 @@ class Scene:
 
     def wrong(self, language: str) -> dict[str, str]:
         """Return wrong versions of the sentence by what is wrong with them."""
-        number = (self.noun["gender"], not self.plural)
-        gender = ({"m": "f", "f": "m"}[self.noun["gender"]], self.plural)
-        copula = {"en": "be", "fr": "être"}[language] if "copula" in self.verb else ""
-        errors = {copula or "verb number": {"verb": number}}
-        if language == "fr":
-            errors |= {"adjective gender": {"adjective": gender}, "adjective number": {"adjective": number}}
-            errors |= {"determiner gender": {"determiner": gender}}
-            if self.plural and self.determiner != "un":
-                errors["determiner number"] = {"determiner": number}
-        else:
-            errors["a or an"] = {"vowel": number}
-            if self.determiner == "ce":
-                errors["demonstrative"] = {"determiner": number}
-        wrong = {name: self.text(language, **error) for name, error in errors.items()}
+        gender, other_gender = self.noun["gender"], {"m": "f", "f": "m"}[self.noun["gender"]]
+        agreements = {"number": (gender, not self.plural), "gender": (other_gender, self.plural)}
+        numbered = self.determiner == "ce" if language == "en" else self.plural and self.determiner != "un"
+        errors = {self.verb.get("copula", {}).get(language, "verb number"): ["verb", "number"]}
+        wrong = {
+            name: self.text(language, **{part: agreements[agreement]})
+            for name, (part, agreement) in {**errors, **table("lexicon")["errors"][language]}.items()
+            if numbered or [part, agreement] != ["determiner", "number"]
+        }
         return {name: text for name, text in wrong.items() if text != self.text(language)}
 
 
