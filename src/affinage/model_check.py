@@ -2,20 +2,23 @@
 
 import dataclasses
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
+from affinage.config.training import LogicalAxis
 from affinage.errors import UserError, UserWarned
 from affinage.model import ApplyConfig, Graph, Loss, abstract_params
 from affinage.model.apply_config import PyTree
 from affinage.model.forward import apply_part, batch_shapes
 from affinage.model.graph import Node
 from affinage.model.layer import Batch, Cost
-from affinage.registry import is_foreign
+from affinage.registry import calling, is_foreign
+
+AXES = get_args(LogicalAxis)
 
 
 def check_model(graph: Graph, context: int) -> None:
@@ -25,6 +28,12 @@ def check_model(graph: Graph, context: int) -> None:
     """
     if not any(is_foreign(node.layer) for node in graph.nodes):
         return
+    for path, declared in jax.tree_util.tree_leaves_with_path(graph.parameters):
+        if len(declared.axes) != len(declared.shape) or not {*declared.axes} <= {None, *AXES}:
+            with calling(graph[path[0].key], "parameters"):
+                name = jax.tree_util.keystr(path[1:], simple=True, separator=".")
+                what = f"parameter `{name}` {declared.shape} has the axes {declared.axes}"
+                raise UserError(f"{what}; each dimension has None or one of {', '.join(AXES)}")
     params, batch = abstract_params(graph), batch_shapes(graph, 2, context)
     sizes = graph.sizes(batch)
 
@@ -34,14 +43,14 @@ def check_model(graph: Graph, context: int) -> None:
         further: list[Array] = []
         for node in graph.nodes:
             if node.name in graph.needed_for(graph.loss):
-                with node.calls("apply"):
+                with calling(node, "apply"):
                     made = apply_part(graph, [node.name], params, values, batch, config)
                     values, further = made.values, further + made.losses
                     _check_value(graph, node, values, sizes)
-            with node.calls("cost"):
+            with calling(node, "cost"):
                 if not isinstance(cost := node.layer.cost(node.takes, sizes), Cost):
                     raise UserError(f"`cost` returns {cost!r}, not a Cost")
-            with node.calls("cache"):
+            with calling(node, "cache"):
                 dict(node.layer.cache(node.takes, 1, context))
         return values[graph.loss].sum, further
 
@@ -67,6 +76,7 @@ def _check_value(graph: Graph, node: Node, values: dict[str, Any], sizes: dict[s
         dtype = jnp.dtype(jnp.int32 if declared.dtype == "int" else jnp.float32)
         got, wanted = (f"{kind}{[*dims]}" for kind, dims in ((value.dtype, value.shape), (dtype, declared.bind(sizes))))
         wanted += f" of float32 inputs, as `shape` declares by {declared}"
-        fits = value.shape == declared.bind(sizes) and value.dtype == dtype
+        known = value.dtype == dtype or (declared.dtype == "int" and jnp.issubdtype(value.dtype, jnp.integer))
+        fits = known and value.shape == declared.bind(sizes)
     if is_foreign(node.layer) and not fits:
         raise UserError(f"`apply` returns {got}, not {wanted}")

@@ -138,15 +138,16 @@ def _with_imported(file: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def calls_into(entry: object, method: str, name: str, where: str) -> Iterator[None]:
-    """Inside, where a method of `entry` is called, what a plug-in raises is a UserError with the name of the entry and
+def calling(node: Any, method: str) -> Iterator[None]:
+    """Inside, where a method of a node's layer is called, what a plug-in raises is a UserError with the node's name and
     its place in the recipe; what it prints goes to standard error. Defects of affinage stay as they are."""
+    name = f"node `{node.name}` ({node.layer.kind_name})"
     try:
-        with contextlib.redirect_stdout(sys.stderr) if is_foreign(entry) else contextlib.nullcontext():
+        with contextlib.redirect_stdout(sys.stderr) if is_foreign(node.layer) else contextlib.nullcontext():
             yield
     except UserError as error:
         if not error.where:
-            error.what, error.where = f"{name}: {error.what}", where
+            error.what, error.where = f"{name}: {error.what}", node.where
         raise
     except Exception as error:  # whatever a user's code raises
         places = [
@@ -154,11 +155,11 @@ def calls_into(entry: object, method: str, name: str, where: str) -> Iterator[No
             for frame, line in traceback.walk_tb(error.__traceback__)
         ]
         own = [f"{file}:{line}" for module, file, line in places if module.startswith(_MODULE)]
-        if not own and not is_foreign(entry):
+        if not own and not is_foreign(node.layer):
             raise
         fix = f"It is in {own[-1]}; --debug shows the traceback." if own else "--debug shows the traceback."
         what = f"{name}: `{method}` fails: {type(error).__name__}: {first_line(error)}"
-        raise UserError(what, where=where, fix=fix) from error
+        raise UserError(what, where=node.where, fix=fix) from error
 
 
 def is_foreign(entry: object) -> bool:

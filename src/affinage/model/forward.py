@@ -45,7 +45,7 @@ def init_params(graph: Declared, key: PRNGKeyArray, dtype: Any = jnp.float32) ->
         if parameter.init != "normal":
             return jnp.full(parameter.shape, float(parameter.init == "ones"), dtype)
         std = parameter.std / (2 * graph.depth) ** 0.5 if parameter.residual else parameter.std
-        own = _named_key(key, "/".join(part.key for part in path))
+        own = jax.random.fold_in(key, zlib.crc32("/".join(part.key for part in path).encode()))
         return (std * jax.random.normal(own, parameter.shape, jnp.float32)).astype(dtype)  # rounded once
 
     return jax.tree_util.tree_map_with_path(draw, graph.parameters)
@@ -158,14 +158,10 @@ def context_of(node: Node, params: PyTree, batch: Batch, config: ApplyConfig) ->
     return LayerContext(
         config=config,
         batch=batch,
-        key=None if config.key is None else _named_key(config.key, node.name),
+        key=None if config.key is None else jax.random.fold_in(config.key, zlib.crc32(node.name.encode())),
         cache=None if config.cache is None else config.cache.get(node.name),
         shared=params[shared] if shared else None,
     )
-
-
-def _named_key(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def apply_node(node: Node, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
@@ -180,8 +176,7 @@ def apply_node(node: Node, params: PyTree, inputs: tuple[Any, ...], context: Lay
 
 def apply_layers(node: Node, params: PyTree, inputs: Any, context: LayerContext, first: int | Array = 0) -> Result:
     """Layer after layer on one value, as one compiled body (scan) or as many, the number `first` first; or one once."""
-    once = node.repeat is None
-    scanned = not once and node.scans(context.config.platform)
+    once, scanned = node.repeat is None, node.repeat is not None and node.scans(context.config.platform)
 
     def body(carry: Any, layer_params: PyTree, layer: Any) -> Any:
         inputs, cache = carry
@@ -198,9 +193,6 @@ def apply_layers(node: Node, params: PyTree, inputs: Any, context: LayerContext,
     if policy is not None and (node.hidden or not once):
         # A loop keeps the passes apart, but XLA makes none of a single turn.
         wrapped = jax.checkpoint(body, policy=policy, prevent_cse=not scanned or node.layers == 1)
-    if once:
-        ((x,), cache), (losses, metrics) = wrapped((inputs, cache), params, 0)
-        return Result(x, cache, losses, metrics)
     if scanned:
         numbers = first + jnp.arange(node.layers)
         carry, stacked = jax.lax.scan(lambda carry, xs: wrapped(carry, *xs), (inputs, cache), (params, numbers))
@@ -209,12 +201,13 @@ def apply_layers(node: Node, params: PyTree, inputs: Any, context: LayerContext,
         counts = {name: count[0] for name, (_, count) in stacked[0].items()}
     else:
         caches, collected = [], []
-        each = zip(_unstack(params, node.layers), cache or (None,) * node.layers, strict=True)
+        every = [params] if once else _unstack(params, node.layers)
+        each = zip(every, [cache] if once else cache or (None,) * node.layers, strict=True)
         for layer, (own, cached) in enumerate(each):
             (inputs, cached), by_products = wrapped((inputs, cached), own, first + layer)
             caches.append(cached)
             collected.append(by_products)
-        (x,), cache = inputs, None if cache is None else tuple(caches)
+        (x,), cache = inputs, caches[0] if once else None if cache is None else tuple(caches)
         losses, metrics = jax.tree.map(lambda *values: sum(values), *collected)
         counts = {name: count for name, (_, count) in collected[0][0].items()}
     return Result(x, cache, {name: (total, counts[name]) for name, (total, _) in losses.items()}, metrics)

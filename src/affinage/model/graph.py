@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from graphlib import CycleError, TopologicalSorter
@@ -19,7 +18,7 @@ from affinage.errors import UserError, meant
 from affinage.model.apply_config import PyTree
 from affinage.model.layer import BATCH, LAYERS, SEQUENCE, TOKENS, Layer, ParamSpec, Shape, ShapeMismatch
 from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
-from affinage.registry import calls_into
+from affinage.registry import calling
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]
@@ -46,10 +45,6 @@ class Node:
     def layers(self) -> int:
         """How many times the layer is applied."""
         return self.repeat or 1
-
-    def calls(self, method: str) -> AbstractContextManager[None]:
-        """Inside, whatever a plug-in's method of the layer raises is a UserError that names the node."""
-        return calls_into(self.layer, method, f"node `{self.name}` ({self.layer.kind_name})", self.where)
 
     def scans(self, platform: str) -> bool:
         """Whether the repeats are a scan when compiled for this platform."""
@@ -165,7 +160,7 @@ def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: in
                 what = f"node `{name}` takes `{source}`, which is neither a node nor an input"
                 raise _wrong(what, locate, name, "in", fix=_suggest(source, [*nodes, *inputs]))
     for name, node in nodes.items():
-        with node.calls("bind"):
+        with calling(node, "bind"):
             nodes[name] = replace(node, layer=node.layer.bind(nodes))
     graph = _ordered(nodes, inputs, locate)
     losses = [name for name, node in nodes.items() if node.layer.is_loss]
@@ -255,11 +250,11 @@ def _ordered(nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Loc
     ordered = [nodes[name] for name in names if name in nodes]
     for index, node in enumerate(ordered):
         taken = tuple(shapes[source] for source in node.inputs)
-        with node.calls("shape"):
+        with calling(node, "shape"):
             shapes[node.name] = shape = node.layer.shape(taken)
             if not isinstance(shape, Shape):
                 raise ShapeMismatch(f"`shape` returns {shape!r}, not a Shape")
-        with node.calls("parameters"):
+        with calling(node, "parameters"):
             own = node.layer.parameters(taken)
             declared = flatten_dict(own).values()
             if wrong := [leaf for leaf in declared if not isinstance(leaf, ParamSpec)]:
@@ -313,10 +308,3 @@ def analyze(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
         row |= {"parameters": sum(p.size for p in jax.tree.leaves(graph.parameters.get(node.name, {})))}
         rows.append(row | {"training_flops": flops if node.layer.constant else 3 * flops})
     return rows
-
-
-def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
-    """The rows of `analyze` and a last one, named `total`: what `affinage graph` prints."""
-    table = analyze(graph, batch, context)
-    total = {key: sum(row[key] for row in table) for key in ("parameters", "flops", "training_flops")}
-    return [*table, {"name": "total", "kind": "", "inputs": [], "repeat": 1, "shape": "", **total}]

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from affinage.config.settings import Settings
-from affinage.config.training import LogicalAxis
 from affinage.errors import UserError
 from affinage.model.apply_config import ApplyConfig, Axes, PyTree
 from affinage.registry import Registry
@@ -73,11 +72,6 @@ class ParamSpec:
     decay: bool = True  # whether weight decay applies: yes for matrices and embeddings, no for norms and biases
     inputs: tuple[int, ...] = ()  # of a hidden layer's matrix, the dimensions that its input is multiplied along
     used: int | None = None  # of the entries along the axis `experts`, how many multiply a token; None: all
-
-    def __post_init__(self) -> None:
-        known = get_args(LogicalAxis)
-        if len(self.axes) != len(self.shape) or not {*self.axes} <= {None, *known}:
-            raise ValueError(f"{self.shape} has the axes {self.axes}; each dimension has None or one of {known}")
 
     @property
     def size(self) -> int:
