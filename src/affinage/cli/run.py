@@ -14,7 +14,6 @@ from affinage.cli import terminal
 from affinage.cli.terminal import PipelineOptions, arg, emit, find, load, only_data_on_stdout, opt, write
 from affinage.cluster.processes import init_distributed
 from affinage.errors import UserError
-from affinage.registry import plugin_files
 from affinage.stopping import StopSignals, without_readers
 
 if TYPE_CHECKING:
@@ -114,6 +113,7 @@ def launch(
         start: Callable[..., WorkerGroup] = partial(start_local, workers=processes, devices=devices, say=say)
         if on == "ray":
             from affinage.cluster.ray_launch import RayLauncher
+            from affinage.registry import plugin_files
 
             paths = [*loaded.files, *(file for files in plugin_files(loaded).values() for file in files)]
             files = {os.fspath(path.resolve()): path.read_bytes() for path in paths}
