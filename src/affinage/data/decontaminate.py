@@ -217,8 +217,7 @@ def decontaminate(
             first += batch.num_rows
         return rows
 
-    tasks = numbered_files(source)
-    scanned = executor.map(scan, tasks, folder / "scans", threads=True, label="scanning")
+    scanned = executor.map(scan, numbered_files(source), folder / "scans", threads=True, label="scanning")
     hits = np.concatenate([np.array(rows, np.int64).reshape(-1, 4) for rows in scanned])
     common = index.texts_with(hits) > index.boilerplate
     hits = hits[~common[hits[:, KEY]]]

@@ -207,7 +207,6 @@ def copy_documents(
                 writer.write(stats.remove_rows(batch, judge(batch, number, stats)))
         return vars(stats)
 
-    tasks = numbered_files(source)
-    total = Stats.total(executor.map(copy, tasks, folder, threads=True, label="copying"))
+    total = Stats.total(executor.map(copy, numbered_files(source), folder, threads=True, label="copying"))
     clear_completions(folder)
     return total
