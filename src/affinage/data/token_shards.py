@@ -101,7 +101,7 @@ def _fit(lengths, order, capacity):  # type: ignore[no-untyped-def]
     bins = np.empty(len(lengths), np.int64)
     opened = 0
     for item in order:
-        room = lengths[item]
+        room = length = lengths[item]
         while room < capacity and top[room] < 0:
             room += 1
         chosen = top[room]
@@ -111,7 +111,7 @@ def _fit(lengths, order, capacity):  # type: ignore[no-untyped-def]
         else:
             top[room] = below[chosen]
         bins[item] = chosen
-        left = room - lengths[item]
+        left = room - length
         below[chosen] = top[left]
         top[left] = chosen
     return bins
