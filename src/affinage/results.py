@@ -376,6 +376,13 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
+def runs_of_sweep(file: Path) -> list[str]:
+    """The names of the runs in the file that `affinage sweep` writes; [] if it is no such file."""
+    with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+        return [str(made["run"]) for made in json.loads(file.read_text(encoding="utf-8"))]
+    return []
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects in a file of JSON lines, without lines that cannot be read, such as a last one cut by a kill."""
     if path.is_file():

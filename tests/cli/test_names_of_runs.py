@@ -61,6 +61,9 @@ def test_a_model_is_said_to_be_at_its_step(affinage, answer):
     assert status == 0 and Path("now.html").is_file() and "to train: dpo" in said
     status, _, said = affinage("compare", "quickstart/sft", "quickstart/sft@999")
     assert status == affinage("compare", "quickstart/sft", "quickstart@999")[0] == 2 and "sft@999" in said
+    last, earlier = answer("compare", "quickstart/pretrain", "quickstart/pretrain@18")["runs"]
+    assert last["parameters"] == earlier["parameters"] and last["tokens"] * 18 == earlier["tokens"] * 20
+    assert last["final_loss"] and last["bits_per_byte"] and not ("final_loss" in earlier or earlier["bits_per_byte"])
     status, out, said = affinage("generate", "quickstart/pretrain@18", "x", "--max-new-tokens", "1", "--json")
     state = {"model": "quickstart/pretrain", "step": 18, "steps": 20}
     assert status == 0 and json.loads(out).items() >= state.items()

@@ -42,12 +42,13 @@ def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs, ke
     assert all(point["would_run"] == [] for point in answer(*words, "--dry-run"))
 
 
-def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
+def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage, monkeypatch):
+    monkeypatch.setattr("affinage.report.page.held_out_apart", lambda compared: [f"{len(compared)} runs"])
     grid = "sweep={pretrain.schedule.peak_lr: [1.0e+30, 3.0e-3]}"
     absent = (f"{section}=null" for section in ("sft", "dpo", "evaluate", "export"))
     words = set_words(*absent, "pretrain.health={max_skips: 1}", grid)
     status, out, said = affinage("sweep", str(RECIPE), "--runs", str(own_runs), *words, "--json")
-    assert status == 2 and "tiny-001 failed" in said, said
+    assert status == 2 and "tiny-001 failed" in said and "held-out text of 2 runs" in said, said
     diverged, trained = json.loads(out)
     assert "had to be skipped" in diverged["error"]
     assert "error" not in trained and trained["losses"] and not diverged["losses"]

@@ -57,6 +57,9 @@ def test_a_base_model_is_not_asked_to_chat_and_items_longer_than_the_context_are
     assert [line["id"] for line in lines] == list(range(7))
     assert sum(line["acc"] for line in lines) / 7 == pytest.approx(p)
     assert results["samples"]["sums"][0]["choices"] == [" one", " two", " three"]
+    write_lines(world / "tasks/items.jsonl", [*ITEMS[:2], ITEMS[2] | {"choices": ["one", "two " * 60, "three"]}])
+    mistake = refused(evaluate, tiny_llama(), ["pocket-world"], world=world)
+    assert (mistake.where, "item 3" in mistake.what, "out sums" in mistake.fix) == ("sums", True, True)
     assert capfd.readouterr() == ("", ""), "the harness is to be silent"
 
 
@@ -229,17 +232,11 @@ JUDGED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("found", "metric", "value", "rest"),
-    [
-        ("1", "acc", 0.75, (1.0, 0.0)),
-        ("0123", "acc", 0.75, (None, None)),
-        ("1", "bleu", 1.6, None),  # is not told by single items
-        ("1", "perplexity", 17.7, None),
-        ("0", "exact_match,none", 0.0, (0.0, 0.0)),
-        ("0", "exact_match,lower", 1.5, (2.0, 1 / 3**0.5)),
-    ],
-)
+@pytest.mark.parametrize(("found", "metric", "value", "rest"), [
+    ("1", "acc", 0.75, (1.0, 0.0)), ("0123", "acc", 0.75, (None, None)),
+    ("1", "bleu", 1.6, None), ("1", "perplexity", 17.7, None),  # are not told by single items
+    ("0", "exact_match,none", 0.0, (0.0, 0.0)), ("0", "exact_match,lower", 1.5, (2.0, 1 / 3**0.5)),
+])  # fmt: skip
 def test_a_score_without_the_items_found_is_of_the_others(found: str, metric: str, value: float, rest: tuple | None):
     seen = Contamination(frozenset({"quiz"}), 1, frozenset(("quiz", one) for one in found))
     metrics, items = {metric: {"value": value, "stderr": 0.5}}, JUDGED if "," in metric else JUDGED[:4]

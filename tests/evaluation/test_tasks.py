@@ -5,6 +5,7 @@ import gzip
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import datasets
@@ -51,21 +52,12 @@ def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
     assert mistake.where == f"{tmp_path / 'bad.jsonl'}:3"
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("task: one\ndoc_to_text: !function code.f", "one.yaml:2: "),
-        ("- a list\n-\ta tab", "one.yaml:2: "),
-        ("output_type: generate_until", ""),
-        ("task: bogus", "bogus"),
-        (yaml.safe_dump(TASK), "one.jsonl"),
-        ("task: one\ndataset_path: json\ndataset_kwargs: {data_files: 3}", "data_files"),
-        ("task: one\ndataset_path: json\ndataset_kwargs: {data_files: }", "data_files"),
-        ("task: one\ndataset_path: json\ndataset_kwargs: {data_files: {}}", "data_files"),
-        ("task: one\ninclude: 3", ""),
-        (None, "one.yaml"),
-    ],
-)
+@pytest.mark.parametrize(("content", "named"), [
+    ("task: one\ndoc_to_text: !function code.f", "one.yaml:2: "), ("- a list\n-\ta tab", "one.yaml:2: "),
+    ("output_type: generate_until", ""), ("task: bogus", "bogus"), (yaml.safe_dump(TASK), "one.jsonl"),
+    *[(f"task: one\ndataset_path: json\ndataset_kwargs: {{data_files: {it}}}", "data_files") for it in ("3", "", "{}")],
+    ("task: one\ninclude: 3", ""), (None, "one.yaml"),
+])  # fmt: skip
 def test_a_task_file_that_cannot_be_used_is_refused_at_its_place(tmp_path, content, named):
     if content is not None:
         (tmp_path / "one.yaml").write_text(content)
@@ -104,36 +96,29 @@ def refused_with(folder, items, num_fewshot=None, **settings) -> UserError:
     return mistake
 
 
-@pytest.mark.parametrize(
-    ("changed", "settings", "named"),
-    [
-        *[({"right": wrong}, {}, "item 3") for wrong in (2, -1, None)],
-        *[({"choices": wrong}, {}, "item 3") for wrong in ([], ["a", ""])],
-        ({"question": None}, {}, "item 3"),
-        ({"choices": "a"}, {}, "mine"),
-        ({}, {"doc_to_text": "{{no_such}}"}, "no_such"),
-        ({}, {"doc_to_text": "{{ question"}, "mine"),
-        ({}, {"doc_to_choice": "{{ question }}"}, "mine"),
-        ({}, {"metric_list": ["acc"]}, "acc"),
-        ({}, {"metric_list": []}, "metric_list"),
-        *[({}, {"metric_list": [{"metric": name}]}, name) for name in ("accc", "perplexity", "bleu", "likelihood")],
-        ({}, {"metric_list": [{"metric": "acc", "aggregation": "no_such"}]}, "acc"),
-        ({}, {"output_type": None}, "generate_until"),
-        ({}, GENERATES | {"generation_kwargs": {"until": 3}}, "generation_kwargs"),
-        ({}, GENERATES | {"filter_list": [{"name": "x", "filter": [{"function": "take_first_k"}]}]}, "filter_list"),
-        *[({}, {key: wrong}, key) for key, wrong in (("group", "x"), ("num_fewshot", 2.0), ("num_fewshot", -1))],
-        ({}, {"task": "../up"}, "../up"),
-        ({}, TWICE | {"fewshot_split": "more", "num_fewshot": 2}, "item 1"),
-        ({}, {"no_such_key": 1}, "no_such_key"),
-        ({}, {"test_split": "absent"}, "absent"),
-        ({}, {"output_type": "no_such"}, "no_such"),
-        ({}, {"num_fewshot": 6}, "6 examples"),
-        ({}, {"dataset_kwargs": {"data_files": {"test": []}}}, "test"),
-        ({}, {"filter_list": [{"name": "x", "filter": [{"function": "no_such"}]}]}, "mine"),
-        ({}, {"dataset_kwargs": ["items.jsonl"]}, "dataset_kwargs"),
-    ],
-    ids=str,
-)
+WRONG_SETTINGS: tuple[tuple[str, Any, str], ...] = (
+    ("doc_to_text", "{{no_such}}", "no_such"), ("doc_to_text", "{{ question", "mine"), ("num_fewshot", 6, "6 examples"),
+    ("doc_to_choice", "{{ question }}", "mine"), ("doc_to_choice", None, "needs `doc_to_ch"), ("group", "x", "group"),
+    ("metric_list", ["acc"], "acc"), ("metric_list", [], "metric_list"), ("output_type", None, "generate_until"),
+    ("metric_list", [{"metric": "acc", "aggregation": "no_such"}], "acc"), ("num_fewshot", 2.0, "num_fewshot"),
+    ("num_fewshot", -1, "num_fewshot"), ("task", "../up", "../up"), ("no_such_key", 1, "no_such_key"),
+    ("test_split", "absent", "absent"), ("output_type", "no_such", "no_such"),
+    ("dataset_kwargs", {"data_files": {"test": []}}, "test"), ("dataset_kwargs", ["items.jsonl"], "dataset_kwargs"),
+    ("filter_list", [{"name": "x", "filter": [{"function": "no_such"}]}], "mine"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "settings", "named"), [
+    *[({"right": wrong}, {}, "item 3") for wrong in (2, -1, None)],
+    *[({"choices": wrong}, {}, "item 3") for wrong in ([], ["a", ""])],
+    ({"question": None}, {}, "item 3"),
+    ({"choices": "a"}, {}, "mine"),
+    *[({}, {key: wrong}, named) for key, wrong, named in WRONG_SETTINGS],
+    *[({}, {"metric_list": [{"metric": name}]}, name) for name in ("accc", "perplexity", "bleu", "likelihood")],
+    ({}, GENERATES | {"generation_kwargs": {"until": 3}}, "generation_kwargs"),
+    ({}, GENERATES | {"filter_list": [{"name": "x", "filter": [{"function": "take_first_k"}]}]}, "filter_list"),
+    ({}, TWICE | {"fewshot_split": "more", "num_fewshot": 2}, "item 1"),
+], ids=str)  # fmt: skip
 def test_a_mistake_in_a_task_file_or_an_item_is_one_message(tmp_path, changed, settings, named):
     assert named in str(refused_with(tmp_path, [*SUMS[:2], SUMS[2] | changed, *SUMS[3:]], **settings))
 

@@ -51,13 +51,17 @@ def test_names(runs: Path):
 
 
 def test_without_such_a_model_those_that_are_there_are_named(runs: Path):
-    for name in ("runs/begun/recipe.json", "folder/x.txt"):
+    for name in ("runs/begun/recipe.json", "folder/x.txt", "runs/grid/sweep.json"):
         Path(name).parent.mkdir(parents=True)
         Path(name).write_text("{}")
+    (runs / "base/recipe.json").write_text('{"sft": null}')
+    (runs / "grid/sweep.json").write_text('[{"run": "grid-001"}, {"run": "grid-002"}]')
     for spec, named in (
         ("three", "tiny"), ("tiny@last", "tiny"), ("tiny/sfft", "has no `sfft`"), ("runs", "runs"),
         ("begun/sft", "affinage run begun --until sft"), ("runs/begun/sft", "affinage run runs/begun --until sft"),
-        ("runs/begun", "affinage run"), ("folder", "folder"),
+        ("runs/begun", "affinage run"), ("folder", "folder"), ("grid", "grid-001 ... grid-002 (runs/grid/sweep.json)"),
+        *((f"base/{step}", "recipe of `base` has no step `") for step in ("sft", "sft-data", "evaluate-sft")),
+        ("base/evaluate-sft", "base/pretrain"), ("runs/grid/pretrain", "`grid` is a sweep"),
     ):  # fmt: skip
         error = refused(lambda spec=spec: locate(resolve(spec, Path("runs")), Path("runs")))
         assert named in str(error) and error.fix

@@ -16,16 +16,12 @@ ROWS = "pretrain.batch_size=256"  # of fewer the compiler keeps a good part in a
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("compiler", "name", "overrides"),
-    [
-        ("libtpu", "v4-8", [SIX, ROWS]),
-        ("libtpu", "v4-8", [SIX, ROWS, "mesh={pipeline: 2, data: 2}"]),
-        ("libtpu", "v5e-1", ["pretrain.batch_size=1024", "mesh.fsdp=1"]),
-        ("jax_cuda12_plugin", "h100x4", [SIX]),
-    ],
-    ids=["fsdp", "stages", "too large", "GPUs"],
-)
+@pytest.mark.parametrize(("compiler", "name", "overrides"), [
+    ("libtpu", "v4-8", [SIX, ROWS]),
+    ("libtpu", "v4-8", [SIX, ROWS, "mesh={pipeline: 2, data: 2}"]),
+    ("libtpu", "v5e-1", ["pretrain.batch_size=1024", "mesh.fsdp=1"]),
+    ("jax_cuda12_plugin", "h100x4", [SIX]),
+], ids=["fsdp", "stages", "too large", "GPUs"])  # fmt: skip
 def test_the_estimate_is_near_what_a_compiler_takes_of_chips_that_are_not_here(compiler, name, overrides):
     pytest.importorskip(compiler, reason="needs `pip install affinage[tpu,gpu-plan]`")
     report, on_gpus = compile_on(SMALL, overrides, find_slice(name)), name == "h100x4"

@@ -12,6 +12,7 @@ from synthetic_run import HOSTILE, build_run, change
 
 from affinage.config.yaml import brief
 from affinage.report import collect_facts, render, write_report
+from affinage.report import page as pages_of
 from affinage.report.language import LANGUAGES
 from affinage.report.page import Entrant, comparison, differing_settings, render_comparison, summary, write_page
 from run_affinage import refused
@@ -165,8 +166,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, steps in (("small", 60), ("wide", 120), ("bare", 60)):
         run = build_run(folder, steps=steps, name=name)
         with change(run / "recipe.json") as settings, change(run / "evaluate-sft" / "results.json") as results:
-            settings |= {"pretrain": {"steps": steps, "optimizer": {"name": "adamw"}}, "description": f"this is {name}"}
+            pretrain = {"steps": steps, "optimizer": {"name": "adamw"}, "eval_sequences": 42}  # rows: 41 and 44
+            settings |= {"pretrain": pretrain, "description": f"this is {name}"}
             results["tasks"]["quiz"] = {"chat_template": name == "wide", "num_fewshot": steps // 60, "metrics": {}}
+        (run / "pretrain/feed.json").write_text('{"rows": "tokenize"}')
+        with change(run / "tokenize/result.json") as rows, change(run / "tokenize/manifest.json") as made:
+            rows["validation"]["pocket-world.en"]["documents"] += name == "wide"
+            made["files"] = {f"validation/pocket-world.{a}/tokens-0.npy": {"sha256": name} for a in ("en", "fr")}
         if name != "bare":
             quiz = [{"prompt_hash": name, "hash": n, "acc": float((n % 4 < 1) == (name == "small"))} for n in range(40)]
             write_lines(run / "evaluate-sft" / "items" / "quiz.jsonl", quiz)
@@ -191,7 +197,9 @@ def test_the_page_says_what_the_runs_say_in_both_languages(runs: Path):
     assert "this is wide" not in page.shown, "a description is no setting that matters"
     sections = {"#runs", "#differing", "#losses", "#judged", "#differences"}
     assert {link["href"] for link in page.all("a")} == sections
+    assert "held-out text of pocket-world.en, pocket-world.fr:" in page.shown
     french = Page(render_comparison(found, "fr"))
+    assert "mis de côté de pocket-world.en" in french.shown and "held-out" not in french.shown
     assert "Réglages qui diffèrent" in french.shown and "75,0 %" in french.shown and "Settings" not in french.shown
 
 
@@ -205,7 +213,10 @@ def test_three_runs_of_which_one_has_no_answers(runs: Path, tmp_path: Path, answ
     (difference,) = told["differences"]
     assert (difference["from"], difference["to"], difference["difference"]) == ("small", "wide", 0.5)
     assert difference["low"] > 0, "the paired test finds it real"
-    assert "quiz (asked in the chat template: wide; examples before a question: 1, 2; items" in told["notes"][0]
+    assert "quiz (asked in the chat template: wide; examples before a question: 1, 2; items" in told["notes"][1]
+    assert "text of pocket-world.en, pocket-world.fr:" in told["notes"][0], "of all runs, and below of those named"
+    (note,) = pages_of.losses_notes([runs / "small", runs / "bare"])
+    assert "text of pocket-world.fr:" in note and not pages_of.losses_notes([runs / "small"] * 2)
     assert (tmp_path / "c.html").read_text().startswith("<!doctype html>")
     table = [line.split() for line in affinage("compare", "small", "wide", "--runs", str(runs))[1].splitlines()]
     assert ["setting", "small", "wide"] in table and ["pretrain.steps", "60", "120"] in table

@@ -195,15 +195,16 @@ def _entrant(target: "Target", runs: Path) -> "Entrant":
         results = models.eval_results(replace(target, kind="run", path=run), runs)
     else:
         results = models.eval_results(target, runs)
-        if run is not None and target.path.name in models.TRAININGS and target.step is None:
-            parts = models.results_of(target.path.resolve(), run)
+        if run is not None and target.kind != "result":
+            parts = models.results_of(models.locate(target, runs).path, run)
         run = run if parts else None
     if run is None and results is None:
         models.locate(target, runs)  # refuses what is no model, and so has no scores
-        make_them = models.command("eval", name, "--tasks", "TASKS", runs=runs)
-        fix = f"Make them: {make_them}, with the tasks of the others."
+        fix = f"Make them: {models.command('eval', name, '--tasks', 'TASKS', runs=runs)}, with the tasks of the others."
         raise UserError(f"there are no results of `{name}` as it is now", fix=fix)
     known = facts.collect_facts(Path(name) if run is None else run, {} if run is None else parts)
+    if parts and target.step is not None:
+        known = facts.at_checkpoint(known, models.state_of(target, runs)["step"])
     return page.Entrant(name, known, results, last=parts is not None)
 
 
@@ -227,6 +228,7 @@ def sweep(
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.models import RECIPE
     from affinage.pipeline.runner import PipelineRunner, points
+    from affinage.report.page import losses_notes
 
     file = runs / base.recipe.name / "sweep.json"
     grid = points(recipe if run is None else str(run / RECIPE), overrides or ())
@@ -234,20 +236,17 @@ def sweep(
     with StopSignals(), without_readers(), terminal.only_data_on_stdout(as_json):
         # All of them first: a mistake in the last is not found after days of the others.
         for settings, point in grid:
-            name = point.recipe.name
             try:
                 runner = PipelineRunner(point, runs, build_steps(point))
-                plan = runner.plan()
-                runner.check(plan)
+                runner.check(plan := runner.plan())
             except UserError as error:
-                error.where = f"{name}: {error.where}"
+                error.where = f"{point.recipe.name}: {error.where}"
                 raise
             missing = {step.request.key: step.name for step in plan if not step.complete}
             would_run = [step for key, step in missing.items() if key not in keys]  # and not for a point before it
-            results.append({"run": name, "settings": settings, "would_run": would_run})
+            results.append({"run": point.recipe.name, "settings": settings, "would_run": would_run})
             keys |= missing.keys()
-        for number, (_, point) in enumerate(grid if not dry_run else ()):
-            result = results[number]
+        for number, (result, (_, point)) in enumerate(zip(results, grid if not dry_run else ())):
             del result["would_run"]
             terminal.write(f"--- {number + 1} of {len(grid)}, {', '.join(map(str, described(result)))}")
             try:  # planned again: days may have passed, in which files changed and other points copied to the remote
@@ -269,6 +268,8 @@ def sweep(
             spread = f" ± {100 * score['stderr']:.1f}" if score["stderr"] else ""
             row[f"{task} {score['metric']}, %"] = f"{100 * score['value']:.1f}{spread}"
     emit(results, as_json, [table(rows), f"\nresults  {file}"])
+    for note in losses_notes([runs / result["run"] for result in results]):
+        terminal.warn(note)
     if any("error" in result for result in results):
         raise typer.Exit(EXIT_USER_ERROR)
 

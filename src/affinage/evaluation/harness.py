@@ -162,6 +162,8 @@ def _check_items(task: Task) -> None:
     for example in examples:
         task.doc_to_text(example, task.fewshot_cfg.doc_to_text)
         task.doc_to_target(example, task.fewshot_cfg.doc_to_target)
+    if task.OUTPUT_TYPE == "multiple_choice" and task.config.doc_to_choice is None:
+        raise UserError("a `multiple_choice` task needs `doc_to_choice`", fix='Write one: doc_to_choice: "{{choices}}"')
     for number, item in enumerate(task.eval_docs, 1):
         try:
             for template in filter(None, (task.config.description, task.config.gen_prefix)):

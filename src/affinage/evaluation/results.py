@@ -95,8 +95,7 @@ def write_results(results: Mapping[str, Any], lines: Lines, folder: Path) -> Non
             shutil.rmtree(folder / ITEMS)
     (folder / ITEMS).mkdir(parents=True, exist_ok=True)
     for name, of_task in lines.items():
-        text = "".join(json.dumps(line) + "\n" for line in of_task)
-        write_atomically(folder / ITEMS / f"{name}.jsonl", text.encode())
+        write_atomically(folder / ITEMS / f"{name}.jsonl", *(f"{json.dumps(line)}\n".encode() for line in of_task))
     merged = {**earlier, **results, **{key: earlier.get(key, {}) | results[key] for key in ("tasks", "samples")}}
     if before := earlier.get("contamination"):
         now = results.get("contamination", {})

@@ -48,6 +48,7 @@ class JaxLM(TemplateLM):
         self.model = model
         self.requests = 0  # continuations scored and texts generated so far
         self.seconds = 0.0  # spent on scoring and generating
+        self.tasks: Mapping[str, Any] = {}  # of the requests
         self.in_chat_template = False  # whether the texts of requests were made by `apply_chat_template`
         self._progress, self._batch = progress, batch
         self._encode = lru_cache(maxsize=1024)(model.tokenizer.encode)  # choices share their question
@@ -88,8 +89,13 @@ class JaxLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        room = self.max_length + 1
-        self._fitting |= {texts for texts, before, after in requests if len(before) + len(after) <= room}
+        if too_long := {texts for texts, _, choice in requests if len(choice) > self.max_length}:
+            asked = [each for task in self.tasks.values() for each in task.instances if each.args in too_long]
+            of_tasks = ", ".join(dict.fromkeys(each.task_name for each in asked))
+            what = f"a choice of item {asked[0].doc_id + 1} has more tokens than the model reads, {self.max_length:,}"
+            fix = f"Leave out {of_tasks}, or take a model with a longer context."
+            raise UserError(what, where=asked[0].task_name, fix=fix)
+        self._fitting |= {texts for texts, *ids in requests if sum(map(len, ids)) <= self.max_length + 1}
         pairs = [(context, continuation) for _, context, continuation in requests]
         return self._score(pairs, "continuations", [texts for texts, _, _ in requests])
 
@@ -214,7 +220,7 @@ def evaluate(
     with cached(lm, keep, identity) as caching, quiet():
         for templated, specs in rounds.items():
             lm.in_chat_template = bool(templated)
-            of_round = load_tasks(specs, num_fewshot, CORE_SHOTS if CORE in tasks else {})
+            of_round = lm.tasks = load_tasks(specs, num_fewshot, CORE_SHOTS if CORE in tasks else {})
             drawn: dict[str, list[int]] = {}  # the places of items, ascending, whatever the other tasks are
             for name, task in of_round.items():
                 if sample_seed is not None and limit is not None:

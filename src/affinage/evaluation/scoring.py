@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from affinage.data.special_tokens import PAD
-from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel, logits_of
 from affinage.hardware.chips import chip
 from affinage.model.graph import Graph
@@ -52,11 +51,8 @@ def as_rows(pairs: Sequence[Pair], context: int) -> list[Row]:
     """
     rows = []
     for index, (before, continuation) in enumerate(pairs):
-        if not before or not continuation:
-            raise ValueError("a pair needs at least one token of context, and one of continuation")
-        if len(continuation) > context:
-            what = f"a choice has {len(continuation):,} tokens, and the model reads {context:,}"
-            raise UserError(what, fix="Leave the task out, or take a model with a longer context.")
+        if not before or not 0 < len(continuation) <= context:
+            raise ValueError("a pair needs a token of context, and of continuation one to as many as the model reads")
         tokens = (before + continuation)[-(context + 1) : -1]
         rows.append(Row(tuple(tokens), tuple(continuation), index, len(tokens) - len(continuation)))
     return rows
@@ -267,7 +263,7 @@ def score(
 
     An answer is the index of the pair with the continuation's natural log-probability, and whether it is greedy. Pairs
     longer than the model's context plus one are cut from the left. Shared prefixes are computed once, and several
-    continuations in a row, if all layers of the model can. Raises UserError for a continuation longer than the context.
+    continuations in a row, if all layers of the model can. ValueError: a continuation longer than the context.
     """
     rows, needed = as_rows(pairs, model.context), model.graph.needed_for(model.graph.logits)
     packed = all(node.layer.joins for node in model.graph.nodes if node.name in needed)

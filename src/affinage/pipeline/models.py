@@ -19,7 +19,7 @@ from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, package
 from affinage.errors import UserError, did_you_mean
 from affinage.fingerprints import fingerprints
 from affinage.pipeline.store import Store, read_manifest, read_request
-from affinage.results import RESULTS, read_json
+from affinage.results import RESULTS, read_json, runs_of_sweep
 
 MODEL = "model.json"  # beside the checkpoints of a training or an import: what is known of the model, see `facts_of`
 TOKENIZER = "tokenizer"  # the same, of an import; the tokenizer of a training is a result of its own
@@ -72,22 +72,38 @@ def resolve(name: str, runs: Path) -> Target:
     if not targets:
         if Path(word).suffix in _RECIPE_SUFFIXES:
             find_recipe(word)  # raises, with the nearest file beside it
-        run_name, _, part = word.rpartition("/")
-        run = next((place.parent for place in places if run_name and (place.parent / RECIPE).is_file()), None)
-        if run is not None:
-            there = ", ".join(step for step in RESULTS if read_manifest(run / step)) or "no results"
-            run_it = f"Run it: {command('run', run_name, '--until', part, runs=runs)}\n  " if part in RESULTS else ""
-            raise UserError(f"the run `{run_name}` has no `{part}`", fix=f"{run_it}It has {there}.")
-        made, packaged = sorted(file.parent.name for file in runs.glob(f"*/{RECIPE}")), [*packaged_recipes()]
-        listed = f"Runs in {runs}: {', '.join(made) or 'none'}. Packaged recipes: {', '.join(packaged)}."
-        what = f"`{word}` is no run, no model and no recipe"
-        raise UserError(what, fix=did_you_mean(word, [*made, *packaged]) or listed)
+        raise _of_nothing(word, places, runs)
     if step is not None and targets[0].kind not in ("run", "model"):
         raise UserError("this has no checkpoints", where=name, fix=f"Write `{word}`.")
     if len(targets) == 2 and not os.path.samefile(targets[0].path, targets[1].path):
         warning = f"`{word}` is {targets[0].path} here; the run of this name is `{targets[1].path}`"
         return replace(targets[0], warning=warning)
     return targets[0]
+
+
+def _of_nothing(word: str, places: Sequence[Path], runs: Path) -> UserError:
+    """What is wrong with a name, for one of these places, that stands for nothing, and what is there."""
+    run_name, _, part = word.rpartition("/")
+    run = next((place.parent for place in places if run_name and (place.parent / RECIPE).is_file()), None)
+    if run is not None:
+        there = f"It has {', '.join(step for step in RESULTS if read_manifest(run / step)) or 'no results'}."
+        sections = [part, *(each for each in TRAININGS if part in (ROWS[each], EVALUATIONS[each]))]
+        sections += ["evaluate"] if part in EVALUATIONS.values() else []
+        recipe = read_json(run / RECIPE)
+        if any(recipe.get(section, "") is None for section in sections):
+            listed = ", ".join(f"{run_name}/{training}" for training in trainings_of(run)) or "none"
+            return UserError(f"the recipe of `{run_name}` has no step `{part}`", fix=f"Its models: {listed}. {there}")
+        run_it = f"Run it: {command('run', run_name, '--until', part, runs=runs)}\n  " if part in RESULTS else ""
+        return UserError(f"the run `{run_name}` has no `{part}`", fix=f"{run_it}{there}")
+    for folder in (each for place in places for each in (place, place.parent)):
+        if swept := runs_of_sweep(file := folder / "sweep.json"):
+            fix = f"Name one of its runs: {swept[0]} ... {swept[-1]} ({file})."
+            return UserError(f"`{folder.name}` is a sweep, and no run", fix=fix)
+    made, packaged = sorted(file.parent.name for file in runs.glob(f"*/{RECIPE}")), [*packaged_recipes()]
+    listed = f"Runs in {runs}: {', '.join(made) or 'none'}. Packaged recipes: {', '.join(packaged)}."
+    return UserError(
+        f"`{word}` is no run, no model and no recipe", fix=did_you_mean(word, [*made, *packaged]) or listed
+    )
 
 
 def _kind(place: Path) -> Any:

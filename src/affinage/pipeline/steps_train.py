@@ -24,6 +24,7 @@ from affinage.hardware.devices import acquire
 from affinage.json_files import write_json
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
+from affinage.model_check import check_model
 from affinage.parallel.sharding import MeshLayout, make_mesh, table_with
 from affinage.parallel.strategy import strategy_for
 from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder, steps_of
@@ -213,6 +214,7 @@ def check_training(context: StepContext, name: str) -> None:
         check_benchmarks(context, (name, "monitor"))
     wanted, micro_batches = recipe.tokenizer.vocab_size, settings.gradient_accumulation_steps
     graph = parse(recipe.model, loaded.locate, vocabulary=wanted)
+    check_model(graph, recipe.packing.seq_len)
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with located(loaded, name):
         advice = [*never_begun(settings, name)]

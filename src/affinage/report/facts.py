@@ -6,8 +6,8 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +27,7 @@ from affinage.results import (
     Manifest,
     Metric,
     Result,
+    SequencesResult,
     Size,
     TrainingResult,
     read_json,
@@ -42,6 +43,7 @@ _SHOWN = 6  # pairs of near duplicates
 _SEARCHED_BYTES = 2e9  # of Parquet; a larger corpus would keep a reader waiting for a handful of examples
 _BEFORE, _LENGTH = 140, 460  # characters shown before the first difference, and in all
 Point = tuple[float, float]
+HeldOut = tuple[Any, ...]
 Piece = tuple[str, bool]  # text, whether the other side lacks it
 
 
@@ -76,6 +78,32 @@ class Training:
     context: int | None  # tokens of a sequence
     curves: dict[str, list[Point]] = field(default_factory=dict)
     validation: dict[str, list[Point]] = field(default_factory=dict)
+    held_out: dict[str, HeldOut] = field(default_factory=dict)
+
+
+def held_out(name: str, folder: Path, recipe: Mapping[str, Any]) -> dict[str, HeldOut]:
+    """By validation set of a training in a folder what is the same where it measured the same text.
+
+    These are the counts of its documents and bytes. A set of more rows than are measured has the hash of its tokens,
+    too: how text is cut into rows, and their order, decide which part of it is measured.
+    """
+    rows = folder.resolve().parent / str(read_json(folder / "feed.json").get("rows") or "no rows")
+    files = Manifest.model_validate(read_json(rows / MANIFEST)).files
+    settings = recipe.get(name)
+    limit = settings.get("eval_sequences") if isinstance(settings, Mapping) else None
+    made = dict[str, HeldOut]()
+    for title, size in (read_result(rows, SequencesResult) or SequencesResult()).validation.items():
+        made[title] = (size.documents or size.conversations, size.bytes)
+        if isinstance(limit, int) and (size.rows or 0) > limit:
+            tokens = sorted(path for path in files if path.startswith(f"validation/{title}/tokens-"))
+            made[title] += (limit, *(files[path].sha256 for path in tokens))
+    return made
+
+
+def held_out_apart(compared: Sequence[Mapping[str, HeldOut]]) -> list[str]:
+    """The validation sets that are not of the same text in all trainings that have them, as `held_out` tells."""
+    names = dict.fromkeys(name for one in compared for name in one)
+    return [name for name in names if len({one[name] for one in compared if name in one}) > 1]
 
 
 def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mapping[str, Any]) -> Training:
@@ -91,6 +119,7 @@ def read_training(name: str, folder: Path, result: TrainingResult, recipe: Mappi
             analysis = analyze(graph, 1, model.context)
             predicted = predicted | _forecast(name, folder, result, recipe, graph, model.context)
     training = Training(name, result, model.points, predicted, analysis, model.context)
+    training.held_out.update(held_out(name, folder, recipe))
     for line in read_json_lines(folder / "metrics.jsonl"):
         if not isinstance(step := line.get("step"), int):
             continue
@@ -319,3 +348,21 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
         ),
         versions={name: version for step in steps for name, version in step.versions.items()},
     )
+
+
+def at_checkpoint(facts: Facts, step: int) -> Facts:
+    """The facts that are those of the last training's weights at a step, or of an average there: no losses or scores.
+
+    At another step than the last the times are left out, too.
+    """
+    if not facts.trainings:
+        return facts
+    last, ended = facts.trainings[-1], step == facts.trainings[-1].result.steps
+    tokens = (last.result.tokens or 0) * step // (last.result.steps or 1)
+    changed: dict[str, Any] = {"steps": step, "tokens": tokens, "final_loss": None, "validation": {}}
+    last = Training(last.name, last.result.model_copy(update=changed), [], {}, last.analysis, last.context)
+    trainings = [*facts.trainings[:-1], last]
+    if not ended:
+        timeless = (one.result.model_copy(update={"seconds": {}}) for one in trainings)
+        trainings = [replace(one, result=result) for one, result in zip(trainings, timeless)]
+    return replace(facts, trainings=tuple(trainings), steps=facts.steps if ended else (), evaluations=())

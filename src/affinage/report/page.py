@@ -4,7 +4,7 @@ import base64
 import contextlib
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import resources
@@ -26,10 +26,21 @@ from affinage.evaluation.results import Difference, compare, read_answers
 from affinage.hub.folder import CardFacts
 from affinage.json_files import write_atomically
 from affinage.report import figures
-from affinage.report.facts import MODELS, Evaluation, Facts, by_size, changes, collect_facts, read_evaluation
+from affinage.report.facts import (
+    MODELS,
+    Evaluation,
+    Facts,
+    HeldOut,
+    by_size,
+    changes,
+    collect_facts,
+    held_out,
+    held_out_apart,
+    read_evaluation,
+)
 from affinage.report.figures import TITLES, Figure, Series, line_figure, loss_axis, score_figure, smoothed, thinned
-from affinage.report.language import ABSENT, Language, language_of
-from affinage.results import Size, headline, is_share
+from affinage.report.language import ABSENT, N_, Language, language_of
+from affinage.results import Size, headline, is_share, read_json
 
 _CODE = re.compile("[a-z]{2,3}")  # of a language; source code and languages that are only guessed are written otherwise
 _LEAST = 0.01  # share of the bytes: less of a language may be mistakes of language id
@@ -228,10 +239,16 @@ class Comparison:
             ],
             "settings": [{"key": key, "values": list(values)} for key, values in self.settings.items()],
             "differences": [{"from": self.entrants[0].name, "to": name} | asdict(one) for name, one in pairs],
-            "notes": [note for name in self.paired for note in self.notes(name, Language("en"))],
+            "notes": sum((self.notes_of(name, Language("en")) for name in self.paired), self.notes(Language("en"))),
         }
 
-    def notes(self, name: str, t: Language) -> list[str]:
+    def notes(self, t: Language) -> list[str]:
+        """What must be known of all entrants: the validation sets that are not of the same text."""
+        trainings = [one.facts.trainings for one in self.entrants]
+        of_name = ([one.held_out for of in trainings for one in of if one.name == name] for name in MODELS)
+        return held_out_notes(of_name, t)
+
+    def notes_of(self, name: str, t: Language) -> list[str]:
         """What must be known of an entrant's differences: which tasks were asked in another way, and in which."""
         compared = [one for one in self.entrants if one.name in (self.entrants[0].name, name)]
         asked = {one.name: one.evaluation.tasks for one in compared if one.evaluation}
@@ -246,6 +263,24 @@ class Comparison:
             tasks.append(f"{task} ({'; '.join(ways)})")
         listed = ", ".join(tasks)
         return [t("Differences in these tasks are not of the models alone: {tasks}.", tasks=listed)] if tasks else []
+
+
+def held_out_notes(compared: Iterable[Sequence[Mapping[str, HeldOut]]], t: Language) -> list[str]:
+    """A line about validation sets that are not of the same text, of several trainings each compared between runs."""
+    names = ", ".join(dict.fromkeys(name for of_training in compared for name in held_out_apart(of_training)))
+    what = N_(
+        "The runs measure different held-out text of {names}: losses and bits per byte do not compare the models."
+    )
+    return [t(what, names=names)] if names else []
+
+
+def losses_notes(runs: Iterable[Path]) -> list[str]:
+    """What must be known where the losses of the last training of several runs are side by side."""
+    compared = []
+    for run in runs:
+        last = next((name for name in reversed(MODELS) if (run / name / "feed.json").is_file()), "")
+        compared.append(held_out(last, run / last, read_json(run / "recipe.json")))
+    return held_out_notes([compared], Language("en"))
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:
