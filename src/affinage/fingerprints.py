@@ -4,11 +4,14 @@ import contextlib
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
 
+from affinage.errors import UserWarned, first_line
 from affinage.network import is_url
 
 _WHOLE = 16_000_000  # bytes: a larger file is known by its size, time and a sample
@@ -44,6 +47,29 @@ def _files(path: str) -> Iterator[Path]:
         for file in sorted(match.rglob("*")) if match.is_dir() else [match]:
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(match).parts):
                 yield file
+
+
+def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> dict[str, str]:
+    """The versions of those of the paths that are URLs, as their servers give them: the ETag, else the time of change.
+
+    If a server gives none, or does not answer, the fingerprint that was taken before stays, with a warning.
+    """
+    if not (urls := list(filter(is_url, paths))):
+        return {}
+    from affinage.data.files import version_of
+
+    def check(url: str) -> str:
+        try:
+            if version := version_of(url):
+                return version
+            reason = "the server gives no version"
+        except Exception as error:  # each library has its own
+            reason = first_line(error.__cause__ or error)
+        warnings.warn(f"cannot check whether {url} has changed: {reason}", UserWarned, stacklevel=2)
+        return former.get(url, "not checked")
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return dict(zip(urls, pool.map(check, urls), strict=True))
 
 
 def task_files(paths: Iterable[str]) -> list[str]:

@@ -18,9 +18,9 @@ import tiny_run
 from affinage.config.load import load_recipe
 from affinage.downloads import CACHE_VARIABLE
 from affinage.errors import UserWarned
-from affinage.fingerprints import fingerprints
+from affinage.fingerprints import fingerprints, remote_fingerprints
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
-from affinage.pipeline.step import Step, StepContext, remote_fingerprints
+from affinage.pipeline.step import Step, StepContext
 from affinage.pipeline.store import Request, Store, read_manifest, read_request
 from affinage.results import RESULT, read_json
 from hub_server import Fault, Hub

@@ -20,11 +20,11 @@ from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.differing import differing
 from affinage.errors import TransientError, UserError, UserWarned, reports_move
-from affinage.fingerprints import fingerprints
+from affinage.fingerprints import fingerprints, remote_fingerprints
 from affinage.json_files import write_json
 from affinage.network import is_url
 from affinage.pipeline.models import COMMAND, RECIPE, command, steps_of
-from affinage.pipeline.step import Step, StepContext, at, located, remote_fingerprints
+from affinage.pipeline.step import Step, StepContext, at, located
 from affinage.pipeline.store import REQUEST, Request, Store, link, read_manifest, read_request
 from affinage.results import RESULT, RESULTS, Result, read_json, versions
 from affinage.stopping import StopSignals

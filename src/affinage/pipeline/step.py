@@ -3,9 +3,7 @@
 import contextlib
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -16,8 +14,7 @@ import rich
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
-from affinage.errors import UserError, UserWarned, first_line
-from affinage.network import is_url
+from affinage.errors import UserError
 
 _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 Summary = dict[str, Any]  # JSON-able facts about a result, which become its `result.json`
@@ -122,26 +119,3 @@ def check_exists(loaded: LoadedRecipe, path: str, *key: str | int) -> None:
 def print_line(line: str) -> None:
     """Print a line of plain text for people, whatever is in it."""
     rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> dict[str, str]:
-    """The versions of those of the paths that are URLs, as their servers give them: the ETag, else the time of change.
-
-    If a server gives none, or does not answer, the fingerprint that was taken before stays, with a warning.
-    """
-    if not (urls := list(filter(is_url, paths))):
-        return {}
-    from affinage.data.files import version_of
-
-    def check(url: str) -> str:
-        try:
-            if version := version_of(url):
-                return version
-            reason = "the server gives no version"
-        except Exception as error:  # each library has its own
-            reason = first_line(error.__cause__ or error)
-        warnings.warn(f"cannot check whether {url} has changed: {reason}", UserWarned, stacklevel=2)
-        return former.get(url, "not checked")
-
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        return dict(zip(urls, pool.map(check, urls), strict=True))
