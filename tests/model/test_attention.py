@@ -68,14 +68,10 @@ def test_splash_is_the_plain_formula_on_packed_rows(kv_heads, window):
     same(value_and_gradient(kernel, *heads(kv_heads)), expected)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "window", "packed"),
-    [
-        ({"context": 2, "tensor": 2}, 200, True),
-        pytest.param({"data": 2, "context": 2, "tensor": 2}, None, False, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("mesh", "window", "packed"), [
+    ({"context": 2, "tensor": 2}, 200, True),
+    pytest.param({"data": 2, "context": 2, "tensor": 2}, None, False, marks=pytest.mark.full),
+], ids=str)  # fmt: skip
 def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, window, packed):
     arrays, length = heads(2, length=512), 512
     segments = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([100, 300, 112], [512, 0, 0])]), jnp.int32)
@@ -90,25 +86,21 @@ def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, windo
     assert len(of_tokens) >= 3 and all(length // mesh["context"] in shape[1:3] for shape in of_tokens)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "wanted"),
-    [
-        ("auto", {}, "splash"),
-        ("auto", {"platform": "cpu"}, "xla"),
-        ("auto", {"platform": "gpu", "capability": (8, 0)}, "cudnn"),
-        ("auto", {"platform": "gpu", "capability": (8, 0), "head_dim": 192}, "xla"),
-        ("auto", {"platform": "gpu", "capability": (9, 0), "head_dim": 192}, "cudnn"),
-        ("auto", {"platform": "gpu"}, "xla"),  # AMD's
-        ("auto", {"length": 64}, "xla"),
-        ("auto", {"only_xla": True}, "xla"),
-        ("auto", {"dropout": 0.1}, "xla"),
-        ("splash", {"platform": "cpu"}, "cannot honor a cpu"),
-        ("splash", {"dropout": 0.1}, "dropout of 0.1"),
-        ("cudnn", {"length": 511}, "rows of 511 tokens"),
-        ("cudnn", {"dtype": jnp.float32, "head_dim": 20}, "float32, heads of 20"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "change", "wanted"), [
+    ("auto", {}, "splash"),
+    ("auto", {"platform": "cpu"}, "xla"),
+    ("auto", {"platform": "gpu", "capability": (8, 0)}, "cudnn"),
+    ("auto", {"platform": "gpu", "capability": (8, 0), "head_dim": 192}, "xla"),
+    ("auto", {"platform": "gpu", "capability": (9, 0), "head_dim": 192}, "cudnn"),
+    ("auto", {"platform": "gpu"}, "xla"),  # AMD's
+    ("auto", {"length": 64}, "xla"),
+    ("auto", {"only_xla": True}, "xla"),
+    ("auto", {"dropout": 0.1}, "xla"),
+    ("splash", {"platform": "cpu"}, "cannot honor a cpu"),
+    ("splash", {"dropout": 0.1}, "dropout of 0.1"),
+    ("cudnn", {"length": 511}, "rows of 511 tokens"),
+    ("cudnn", {"dtype": jnp.float32, "head_dim": 20}, "float32, heads of 20"),
+], ids=str)  # fmt: skip
 def test_auto_takes_what_can_and_a_named_one_refuses_what_it_cannot_honor(name, change, wanted):
     if name == "auto":
         assert chosen(name, **change) == wanted
