@@ -44,10 +44,13 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
     """Returns the recipe's model; `vocabulary` is the size of `vocab: auto`, by default that of the tokenizer."""
     prepare()
     from affinage.model import parse
+    from affinage.model_check import check_model
 
     load_plugins(loaded)
     size = loaded.recipe.tokenizer.vocab_size if vocabulary is None else vocabulary
-    return parse(loaded.recipe.model, loaded.locate, vocabulary=size)
+    graph = parse(loaded.recipe.model, loaded.locate, vocabulary=size)
+    check_model(graph, loaded.recipe.packing.seq_len)
+    return graph
 
 
 @dataclass(frozen=True)

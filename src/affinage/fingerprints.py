@@ -1,10 +1,13 @@
-"""Files of the user's, known by what is in them."""
+"""Files of the user's: which belong to a benchmark, and fingerprints of what is in them."""
 
+import contextlib
 import glob
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import yaml
 
 from affinage.network import is_url
 
@@ -41,3 +44,18 @@ def _files(path: str) -> Iterator[Path]:
         for file in sorted(match.rglob("*")) if match.is_dir() else [match]:
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(match).parts):
                 yield file
+
+
+def task_files(paths: Iterable[str]) -> list[str]:
+    """Task files and folders with the data files and templates they name: all that their benchmarks are made of."""
+    files = []
+    for path in paths:
+        place = Path(os.path.expanduser(path))
+        files.append(path)
+        for file in [*place.rglob("*.yaml"), *place.rglob("*.yml")] if place.is_dir() else [place]:
+            with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):  # raised where it is read
+                task = yaml.safe_load(file.read_text(encoding="utf-8"))
+                data = (task.get("dataset_kwargs") or {}).get("data_files") or []
+                for group in [*(data.values() if isinstance(data, dict) else [data]), task.get("include") or []]:
+                    files += [str(file.parent / name) for name in ([group] if isinstance(group, str) else group)]
+    return list(dict.fromkeys(files))

@@ -1,11 +1,14 @@
 """What recipes choose by name: layers, activations, norms, optimizers, trackers; and files of the user's with more."""
 
+import ast
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,13 +19,14 @@ from pydantic_core import PydanticCustomError
 from affinage.config.load import LoadedRecipe
 from affinage.config.mistakes import explain
 from affinage.config.settings import Settings
-from affinage.errors import UserError, did_you_mean
+from affinage.errors import UserError, did_you_mean, first_line
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Settings)
 E = TypeVar("E")
 Locate = Callable[[Sequence[str | int]], str]  # where in the recipe a key was written
 VARIABLE = "AFFINAGE_PLUGINS"  # in the environment: files, separated as in PATH
+_MODULE = "affinage_plugin_"  # how the names of plug-ins' modules begin
 
 _loading: list[str] = []  # the plug-in that is being loaded
 _from_plugin: dict[str, str] = {}  # a name that a plug-in registered -> that plug-in
@@ -100,11 +104,67 @@ def load_named_plugins() -> None:
 
 
 def plugin_sources(loaded: LoadedRecipe, settings: Any) -> dict[str, str]:
-    """Return the hash of each plug-in, loaded before, whose registered names are used in some settings, by its path."""
+    """Return the hash of each plug-in, loaded before, whose registered names are used in some settings, by its path;
+    and of the files that it imports from its folder."""
     written = json.dumps(settings, default=str)
     used = {plugin for name, plugin in _from_plugin.items() if json.dumps(name) in written}
-    files = {path: loaded.beside(path, ("plugins", index)) for index, path in enumerate(loaded.recipe.plugins)}
-    return {f"plugin {path}": _digest(file) for path, file in files.items() if str(file.resolve()) in used}
+    hashes: dict[str, str] = {}
+    for path, (file, *imported) in plugin_files(loaded).items():
+        if str(file) in used:
+            hashes[f"plugin {path}"] = _digest(file)
+            hashes |= {f"plugin {path}: {each.relative_to(file.parent)}": _digest(each) for each in imported}
+    return hashes
+
+
+def plugin_files(loaded: LoadedRecipe) -> dict[str, list[Path]]:
+    """Return the file of each plug-in and those beside it that it imports, by what the recipe calls the plug-in."""
+    paths = {path: loaded.beside(path, ("plugins", index)) for index, path in enumerate(loaded.recipe.plugins)}
+    return {path: _with_imported(file.resolve()) for path, file in paths.items()}
+
+
+def _with_imported(file: Path) -> list[Path]:
+    """The file and those of its folder that it imports, and what these import in turn."""
+    found: list[Path] = []
+    left = [file]
+    while left:
+        found.append(path := left.pop(0))
+        nodes = list(ast.walk(ast.parse(path.read_bytes() if path.is_file() else b"")))
+        names = {alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {(node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+        for name in sorted(names - {""}):
+            imported = [file.parent / f"{name}.py", *sorted((file.parent / name).rglob("*.py"))]
+            left += [each for each in imported if each.is_file() and each not in (*found, *left)]
+    return found
+
+
+@contextlib.contextmanager
+def calling(node: Any, method: str) -> Iterator[None]:
+    """Inside, where a method of a node's layer is called, what a plug-in raises is a UserError with the node's name and
+    its place in the recipe; what it prints goes to standard error. Defects of affinage stay as they are."""
+    name = f"node `{node.name}` ({node.layer.kind_name})"
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if is_foreign(node.layer) else contextlib.nullcontext():
+            yield
+    except UserError as error:
+        if not error.where:
+            error.what, error.where = f"{name}: {error.what}", node.where
+        raise
+    except Exception as error:  # whatever a user's code raises
+        places = [
+            (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+        ]
+        own = [f"{file}:{line}" for module, file, line in places if module.startswith(_MODULE)]
+        if not own and not is_foreign(node.layer):
+            raise
+        fix = f"It is in {own[-1]}; --debug shows the traceback." if own else "--debug shows the traceback."
+        what = f"{name}: `{method}` fails: {type(error).__name__}: {first_line(error)}"
+        raise UserError(what, where=node.where, fix=fix) from error
+
+
+def is_foreign(entry: object) -> bool:
+    """Return whether something that was registered, or its class, is not affinage's own."""
+    return not str(getattr(entry, "__module__", "")).startswith("affinage.")
 
 
 def _load(file: Path, where: str) -> None:
@@ -120,14 +180,17 @@ def _load(file: Path, where: str) -> None:
 
 @cache
 def _run(file: Path, digest: str) -> None:
-    name = f"affinage_plugin_{file.stem}_{digest[:8]}"
+    name = f"{_MODULE}{file.stem}_{digest[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # pydantic looks up annotations there
     _loading.append(str(file))
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # for modules beside it; last, so that they replace none
     try:
-        spec.loader.exec_module(module)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output may hold JSON
+            spec.loader.exec_module(module)
     finally:
         _loading.pop()
 

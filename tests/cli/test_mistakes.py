@@ -18,7 +18,7 @@ run quickstrat                                                     `quickstart`
 run quickstart --set name=store                                    `store`
 sft quickstart --set sft.sources=[no.jsonl]                        --set sft.sources: | no.jsonl
 run quickstart --set dpo.from_step=9999                            --set dpo.from_step: | no step 9999
-run quickstart --set data.sources=[]                               --set data.sources: | it should have at least 1
+run quickstart --set data.sources=[]                               --set data.sources: | `[]` | must be at least 1
 data lineage quickstart                                            --step
 chat nobody                                                        `nobody`
 generate a@b x                                                     `a@b`

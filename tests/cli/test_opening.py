@@ -47,20 +47,17 @@ def test_weights_are_read_into_the_parts_of_a_mesh_and_say_the_same(folder: Path
         affinage("chat", name, "x", "--max-model-len", "40")
 
 
-@pytest.mark.parametrize(
-    ("words", "held"),
-    [
-        ("chat theirs hello --mesh tensor=8", "tensor = 8"),
-        ("eval ours --tasks boolq --mesh fsdp=16", "fsdp 16"),
-        ("generate theirs x --mesh rows=2", "--mesh: `rows=2`"),
-        ("generate theirs x --mesh tensor", "--mesh: `tensor`"),
-        ("generate theirs x --max-model-len 65", "--max-model-len"),
-        (f"generate theirs {'word' * 40} --max-model-len 12", "at most 11"),
-        ("generate theirs x --top-p 0", "top_p = 0.0"),
-        ("generate theirs LATIN", "UTF-8"),
-        ("chat theirs x --system LATIN", "UTF-8"),
-    ],
-)
+@pytest.mark.parametrize(("words", "held"), [
+    ("chat theirs hello --mesh tensor=8", "tensor = 8"),
+    ("eval ours --tasks boolq --mesh fsdp=16", "fsdp 16"),
+    ("generate theirs x --mesh rows=2", "--mesh: `rows=2`"),
+    ("generate theirs x --mesh tensor", "--mesh: `tensor`"),
+    ("generate theirs x --max-model-len 65", "--max-model-len"),
+    (f"generate theirs {'word' * 40} --max-model-len 12", "at most 11"),
+    ("generate theirs x --top-p 0", "top_p = 0.0"),
+    ("generate theirs LATIN", "UTF-8"),
+    ("chat theirs x --system LATIN", "UTF-8"),
+])  # fmt: skip
 def test_what_cannot_be_is_one_message(affinage, words: str, held: str):
     status, _, said = affinage(*(word.replace("LATIN", LATIN) for word in words.split()))
     assert status == 2 and held in said and "Traceback" not in said

@@ -81,16 +81,13 @@ def run(launcher: Scripted, **limits: Any) -> tuple[int, list[str]]:
     return status, said
 
 
-@pytest.mark.parametrize(
-    ("exits", "named"),
-    [
-        ([(1, -signal.SIGKILL), (0, -signal.SIGABRT)], "worker 1 was killed by SIGKILL"),
-        ([(0, -signal.SIGABRT), (1, -signal.SIGKILL)], "worker 1 was killed by SIGKILL"),  # JAX was faster
-        ([(0, -signal.SIGABRT), (1, 1)], "worker 1 ended with status 1"),
-        ([(0, -signal.SIGABRT)], "worker 1 did not answer (worker 0 was killed by SIGABRT)"),  # it was stopped
-        ([(1, 0)], "worker 0 did not answer (worker 1 ended with status 0)"),
-    ],
-)
+@pytest.mark.parametrize(("exits", "named"), [
+    ([(1, -signal.SIGKILL), (0, -signal.SIGABRT)], "worker 1 was killed by SIGKILL"),
+    ([(0, -signal.SIGABRT), (1, -signal.SIGKILL)], "worker 1 was killed by SIGKILL"),  # JAX was faster
+    ([(0, -signal.SIGABRT), (1, 1)], "worker 1 ended with status 1"),
+    ([(0, -signal.SIGABRT)], "worker 1 did not answer (worker 0 was killed by SIGABRT)"),  # it was stopped
+    ([(1, 0)], "worker 0 did not answer (worker 1 ended with status 0)"),
+])  # fmt: skip
 def test_after_a_failure_all_start_again_and_who_died_is_named(exits: list, named: str):
     status, said = run(Scripted(exits, DONE))
     assert status == 0 and said == [f"launch: {named}; all start again (1 of 10 failures)"]

@@ -157,22 +157,19 @@ def test_what_transformers_writes_is_read(family, tmp_path):
     assert ours.architecture.context == CONTEXT
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"model_type": "mamba"}, "model_type: mamba"),
-        ({"hidden_act": "gelu"}, "hidden_act: gelu"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: yarn"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta: 5.0 and 10000.0"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "contradict"),
-        ({"mlp_bias": True}, "mlp_bias: True"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "code of its own"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"hidden_size": None}, "hidden_size"),
-    ],
-)
+@pytest.mark.parametrize(("change", "named"), [
+    ({"model_type": "mamba"}, "model_type: mamba"),
+    ({"hidden_act": "gelu"}, "hidden_act: gelu"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: yarn"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta: 5.0 and 10000.0"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "contradict"),
+    ({"mlp_bias": True}, "mlp_bias: True"),
+    ({"layer_types": ["sliding_attention"]}, "layer_types"),
+    ({"auto_map": {"AutoModel": "x.Y"}}, "code of its own"),
+    ({"quantization_config": {"bits": 4}}, "quantized"),
+    ({"hidden_size": None}, "hidden_size"),
+])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(change, named):
     graph = tiny_llama().graph
     error = refused(architecture_of, family_of(graph).to_config(graph, context=64) | change, "config.json")

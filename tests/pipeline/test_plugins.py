@@ -2,15 +2,19 @@
 
 import json
 import re
+import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_what_runs_and_why import changed, keys
+from test_what_runs_and_why import changed, keys, real
 
+from affinage.api import graph_of
 from affinage.config.load import load_recipe
+from affinage.errors import UserWarned
 from affinage.model import ApplyConfig, apply, init_params, parse
 from affinage.model.layer import LAYERS
 from affinage.model.layers.dense import GATED, NORMS
@@ -24,8 +28,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "layers.md"
 
 
 @pytest.fixture
-def written(tmp_path):
+def written(tmp_path, monkeypatch):
     """The folder with the files that the document shows."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for name, content in re.findall(r"```\w+ (\S+)\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL):
         (tmp_path / name).write_text(content)
     yield tmp_path
@@ -35,7 +40,8 @@ def written(tmp_path):
 
 
 def check(loaded, name: str) -> None:
-    next(step for step in build_steps(loaded) if step.name == name).check(loaded)
+    runner = real(loaded, until=[name])
+    runner.check(runner.plan())
 
 
 def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
@@ -64,12 +70,19 @@ def test_an_activation_and_a_norm_are_one_function_each(written):
     np.testing.assert_allclose(block.norm.apply(first["ffn_norm"], jnp.asarray(x)), normed, rtol=1e-5)
 
 
-def test_a_changed_plugin_changes_the_model_and_not_the_data(written):
-    before = keys(load_recipe(written / "my_recipe.yaml", ["export={}"]))
-    (written / "my_nodes.py").write_text((written / "my_nodes.py").read_text() + "# changed\n")
-    after = changed(before, keys(load_recipe(written / "my_recipe.yaml", ["export={}"])))
+def test_a_changed_plugin_changes_the_model_and_not_the_data_also_by_what_it_imports(written, capsys):
+    text = (written / "my_nodes.py").read_text().replace("mix * first + (1 - mix)", "first + HALF")
+    (written / "my_nodes.py").write_text(f"from halves import HALF\nprint('not data')\n{text}")
+    (written / "halves.py").write_text("HALF = 0.5\n")
+    recipe = partial(load_recipe, written / "my_recipe.yaml")
+    with pytest.warns(UserWarned, match="my_recipe.yaml:6: the loss does not depend on mix of node `mixed`"):
+        graph_of(recipe())
+    before = keys(recipe(["export={}"]))
+    (written / "halves.py").write_text("HALF = 0.25\n")
+    after = changed(before, keys(recipe(["export={}"])))
     judged = {f"evaluate-{name}" for name in ("base", "sft", "dpo")}
     assert set(after) == {"pretrain", "sft", "ref-logprobs", "dpo", "export", "report"} | judged
+    assert capsys.readouterr().out == ""
 
 
 def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
@@ -79,6 +92,25 @@ def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
     (written / "my_nodes.py").unlink()
     missing = refused(load_plugins, loaded)
     assert all(told.where.endswith("my_recipe.yaml:3") and told.fix for told in (failed, missing))
+
+
+MISTAKES = {
+    ("if inputs[0] != inputs[1]", "if inputs[0] / inputs[1]"): "`shape` fails: TypeError",
+    ("return inputs[0]\n", "return inputs[0].dims\n"): "not a Shape",
+    ('return {"mix"', 'return 1, {"mix"'): "`parameters` fails",
+    ('("embed",)', '("embd",)'): "each dimension has None or one of",
+    ('params["mix"]', 'params["mx"]'): "`apply` fails: KeyError: 'mx'",
+    ("return mix * first + (1 - mix)", "return mix * first[:, :1]  # "): "not float32[2, 128, 128]",
+}
+
+
+def test_a_mistake_in_a_plugins_layer_is_one_message_with_its_node(written):
+    text = (written / "my_nodes.py").read_text()
+    for change, named in MISTAKES.items():
+        LAYERS.pop("channel_mix", None)
+        (written / "my_nodes.py").write_text(text.replace(*change))
+        caught = refused(graph_of, load_recipe(written / "my_recipe.yaml"))
+        assert caught.where.endswith("my_recipe.yaml:6") and "`mixed`" in caught.what and named in caught.what
 
 
 def test_without_a_recipe_the_environment_names_it(written, monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from affinage.checkpoint.remote import RemoteFolder
 from affinage.config.data import DecontaminateSettings
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.data.decontaminate import BenchmarkItem
-from affinage.errors import TransientError, UserError
+from affinage.errors import TransientError, UserError, UserWarned
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, ProgressListener
 from affinage.pipeline.step import Step, StepContext
@@ -23,7 +24,7 @@ from choice_task import write_task
 from run_affinage import refused, set_words
 from source_forms import rows_of, write_lines
 
-SETTINGS = ["name=small", "data.sources=[pocket-world, texts]", "data.filters.min_characters=3"]
+SETTINGS = ["name=small", "data.sources=[pocket-world, {path: texts, name: texts}]", "data.filters.min_characters=3"]
 SETTINGS += ["sft.sources=[chat.jsonl]"]
 ROAD = ["synthesize", "ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "sft-data", "pretrain",
         "sft", "evaluate-base", "evaluate-sft", "export", "report"]  # fmt: skip
@@ -256,6 +257,7 @@ WATCHED = f"{{sources: [chat.jsonl], {HOW}, monitor: {{every_steps: 5, %s}}}}"
     ("sft=" + WATCHED % "tasks: [none.yaml]", "`none.yaml`"),
     ("sft=" + WATCHED % "data_dir: .", ""),
     ("sft=" + WATCHED.replace("{", "{mixture: {chats: 1}, ", 1) % "", "Did you mean `chat`"),
+    ("pretrain.mixture={en: 1, pocket-world.e: 1}", "Did you mean `pocket-world.en`"),
     ("dpo=" + WATCHED % "data_dir: nowhere", "nowhere"),
     ("pretrain.optimizer.name=adammm", "`adammm`"),
     ("pretrain.schedule.settings={share: 1}", "share"),
@@ -277,6 +279,33 @@ def test_so_does_a_dry_run_and_names_of_any_case_are_languages(load, affinage):
     runner = real(load(*settings), until=["tokenize"])
     assert (data := runner.loaded.recipe.data).languages == ("en", "fr") and data.sources[0].language == "en"
     runner.check(runner.plan())
+    unlike = real(load("data.sources=[{path: texts, language: fr}, texts]", "data.languages=[en]"), until=["filter"])
+    with pytest.warns(UserWarned, match=r"`texts` is of language fr: data.languages=\[en\]"):
+        unlike.check(unlike.plan())
+    stages = "[{weights: {texts: 1, und: 0}}, {from_step: 20, weights: {en: 1}}]"
+    with pytest.warns(UserWarned) as warned:  # a source without a name may name others
+        unnamed = real(load("data.sources=[texts]", f"pretrain.mixture={stages}"), until=["pretrain"])
+        unnamed.check(unnamed.plan())
+    assert [word in str(warned[n].message) for n, word in enumerate(("mixture[1] never begins", "'und'"))] == [True] * 2
+
+
+def test_what_a_finished_run_does_not_have_or_would_make_again_is_said_before(tiny_runs, affinage, tmp_path):
+    def said(*settings: str, status: int = 2) -> str:
+        words = ("run", *tiny_run.WORDS, *set_words(*settings), "--dry-run", "--runs", str(tiny_runs))
+        with warnings.catch_warnings(record=True) as warned:
+            code, _, said = affinage(*words)
+        assert code == status, said
+        return " ".join((said + "".join(str(each.message) for each in warned)).split())
+
+    assert "step 3 There are @18, @20" in said("sft.from_step=3")
+    (tmp_path / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor")
+    assert "--set chat_template: the chat template refuses" in said(f"chat_template={tmp_path}/chat.jinja")
+    more = ("name=more", f"pretrain.resume_from={tiny_runs}/tiny/pretrain", "dpo=null", "sft=null")
+    assert "it has made 20 of the 15 steps" in said(*more, "pretrain.steps=15")
+    assert "jumps from 0.0003 to 0.000932; from before the decay: none" in said(*more, "pretrain.steps=30", status=0)
+    again = said("evaluate.tasks=[hellaswag]", status=0)
+    assert "pretrain, sft, dpo: complete, but trained again: a new step (decontaminate); " in again
+    assert "`affinage eval tiny --tasks TASK --runs" in again and "decontaminate.benchmarks=false" in again
 
 
 # ---- documents are cleared of benchmarks

@@ -16,16 +16,12 @@ ROWS = "pretrain.batch_size=256"  # of fewer the compiler keeps a good part in a
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("compiler", "name", "overrides"),
-    [
-        ("libtpu", "v4-8", [SIX, ROWS]),
-        ("libtpu", "v4-8", [SIX, ROWS, "mesh={pipeline: 2, data: 2}"]),
-        ("libtpu", "v5e-1", ["pretrain.batch_size=1024", "mesh.fsdp=1"]),
-        ("jax_cuda12_plugin", "h100x4", [SIX]),
-    ],
-    ids=["fsdp", "stages", "too large", "GPUs"],
-)
+@pytest.mark.parametrize(("compiler", "name", "overrides"), [
+    ("libtpu", "v4-8", [SIX, ROWS]),
+    ("libtpu", "v4-8", [SIX, ROWS, "mesh={pipeline: 2, data: 2}"]),
+    ("libtpu", "v5e-1", ["pretrain.batch_size=1024", "mesh.fsdp=1"]),
+    ("jax_cuda12_plugin", "h100x4", [SIX]),
+], ids=["fsdp", "stages", "too large", "GPUs"])  # fmt: skip
 def test_the_estimate_is_near_what_a_compiler_takes_of_chips_that_are_not_here(compiler, name, overrides):
     pytest.importorskip(compiler, reason="needs `pip install affinage[tpu,gpu-plan]`")
     report, on_gpus = compile_on(SMALL, overrides, find_slice(name)), name == "h100x4"
@@ -66,14 +62,11 @@ def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
     refused(compile_on, "quickstart", layout, find_slice("v4-8"), match="batch 6 of all devices does not")
 
 
-@pytest.mark.parametrize(
-    ("message", "needed"),
-    [
-        ("... the total memory required for HLO temporaries (19.50G) exceeds available HBM (15.75G).", 19.5),
-        ("... Ran out of memory in memory space hbm. Used 33.25G of 30.75G hbm. Exceeded hbm capacity by 2.5G.", 33.25),
-        ("... something else about HBM", 0),
-    ],
-)
+@pytest.mark.parametrize(("message", "needed"), [
+    ("... the total memory required for HLO temporaries (19.50G) exceeds available HBM (15.75G).", 19.5),
+    ("... Ran out of memory in memory space hbm. Used 33.25G of 30.75G hbm. Exceeded hbm capacity by 2.5G.", 33.25),
+    ("... something else about HBM", 0),
+])  # fmt: skip
 def test_the_refusals_of_the_compiler_are_read(message, needed):
     report = out_of_memory(f"RESOURCE_EXHAUSTED: {message}")
     assert not report.fits

@@ -108,21 +108,17 @@ GB = 1e9
 LAYERS, VECTORS = 8 * (4 * 256**2 + 3 * 256 * 1024 + 2 * 256), 2048 * 256  # numbers of small.yaml
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "axis", "bandwidth", "hops"),
-    [
-        # 16 x 16, closed; a link carries 50 GB/s each way. 15 of 16 parts arrive over two links.
-        ("v5e-256", {"data": 16, "fsdp": 16}, "fsdp", 100, 8),
-        ("v5e-16", {"data": 4, "fsdp": 4}, "fsdp", 50, 3),  # a line has one link at its end
-        ("v4-128", {"fsdp": 64}, "fsdp", 300, 6),  # 4 x 4 x 4: three rings, in two directions
-        ("v4-128", {"fsdp": 32, "tensor": 2}, "tensor", 50, 1),  # a part of a ring is a line
-        ("v4-128", {"fsdp": 32, "tensor": 2}, "fsdp", 5 * 50, None),  # two whole rings and a line of two
-        ("h100x8", {"fsdp": 8}, "fsdp", 450, None),
-        ("h100x16", {"data": 2, "fsdp": 8}, "data", 50, None),  # between boxes by their network cards
-        ("h100x16", {"fsdp": 16}, "fsdp", 400, None),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "sizes", "axis", "bandwidth", "hops"), [
+    # 16 x 16, closed; a link carries 50 GB/s each way. 15 of 16 parts arrive over two links.
+    ("v5e-256", {"data": 16, "fsdp": 16}, "fsdp", 100, 8),
+    ("v5e-16", {"data": 4, "fsdp": 4}, "fsdp", 50, 3),  # a line has one link at its end
+    ("v4-128", {"fsdp": 64}, "fsdp", 300, 6),  # 4 x 4 x 4: three rings, in two directions
+    ("v4-128", {"fsdp": 32, "tensor": 2}, "tensor", 50, 1),  # a part of a ring is a line
+    ("v4-128", {"fsdp": 32, "tensor": 2}, "fsdp", 5 * 50, None),  # two whole rings and a line of two
+    ("h100x8", {"fsdp": 8}, "fsdp", 450, None),
+    ("h100x16", {"data": 2, "fsdp": 8}, "data", 50, None),  # between boxes by their network cards
+    ("h100x16", {"fsdp": 16}, "fsdp", 400, None),
+], ids=str)  # fmt: skip
 def test_gathering_takes_what_arrives_over_the_slowest_links(name, sizes, axis, bandwidth, hops):
     link, parts = links(name, **sizes)[axis], sizes[axis]
     assert link.bandwidth == pytest.approx(bandwidth * GB)
@@ -146,18 +142,14 @@ def test_tensor_parallelism_waits_for_its_sums_and_fsdp_hides_its_own():
 RING, WINDOW = "parallel.context_attention=ring", "model.nodes.blocks.attention.window=64"
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "pairs", "products"),
-    [
-        # Forward 2 products, backward 7 in two kernels; heads of 64 use half of the matrix unit.
-        ("v4-8", (), 512 * 513 // 2 - 384 * 385 // 2, 9 * 2),  # pairs of the last 128 queries of 512
-        ("v4-8", (WINDOW,), 128 * 64, 9 * 2),
-        ("v5e-4", ("pretrain.attention=xla",), 128 * 512, 5 * 2 + 1),  # one has the head as its rows
-        ("v4-8", (RING, WINDOW), 128 * 256, 9 * 2),  # the keys of two of four devices
-        ("h100x4", ("pretrain.attention=xla",), 128 * 512, 6),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "settings", "pairs", "products"), [
+    # Forward 2 products, backward 7 in two kernels; heads of 64 use half of the matrix unit.
+    ("v4-8", (), 512 * 513 // 2 - 384 * 385 // 2, 9 * 2),  # pairs of the last 128 queries of 512
+    ("v4-8", (WINDOW,), 128 * 64, 9 * 2),
+    ("v5e-4", ("pretrain.attention=xla",), 128 * 512, 5 * 2 + 1),  # one has the head as its rows
+    ("v4-8", (RING, WINDOW), 128 * 256, 9 * 2),  # the keys of two of four devices
+    ("h100x4", ("pretrain.attention=xla",), 128 * 512, 6),
+], ids=str)  # fmt: skip
 def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings, pairs, products):
     made = plan_of(SMALL, name, "mesh={context: 4}", *settings)
     blocks = made.device.graph["blocks"]
@@ -170,6 +162,13 @@ def test_products_that_were_kept_are_not_done_again():
     none, dots, block = (blocks_of(f"parallel.remat={name}").flops for name in ("none", "dots", "block"))
     # `block` computes all of the forward pass again but its last product.
     assert none <= dots < block and 0.15 * none < block - dots < 0.3 * none
+
+
+def test_a_layer_that_is_written_out_is_planned_as_one_that_is_repeated():
+    layers = (f"model.nodes.blocks.repeat={number}" for number in (1, "null"))
+    once, out = (plan_of(SMALL, "v4-8", each, "mesh={tensor: 4, data: 1}", "parallel.remat=block") for each in layers)
+    assert (out.memory, out.time.seconds) == (once.memory, once.time.seconds)
+    assert any("one by one" in line for line in out.warnings)
 
 
 def test_stages_wait_as_in_gpipe_and_less_in_several_rounds():

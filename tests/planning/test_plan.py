@@ -43,24 +43,20 @@ def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_
         assert answer("plan", str(child), *words, "--set", "hardware.price=9")["price_per_chip_hour"] == 9
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "word", "warned"),
-    [
-        ("v4-8", ("model.nodes.blocks.attention.heads=2",), "matrix unit", False),
-        ("v6e-4", ("model.nodes.blocks.attention.heads=2",), "matrix unit", True),  # of 256, and heads have 128
-        ("v4-8", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),
-        ("v4-8", (), "small batch", False),
-        ("v4-8", ("pretrain.batch_size=4096", "pretrain.steps=20"), "large batch: 2.097M tokens a step", True),
-        ("v4-8", (), "large batch", False),
-        ("v4-8", ("pretrain.batch_size=64", "pretrain.steps=1000000"), "few tokens: 32,768 tokens a step", True),
-        ("v4-8", ("pretrain.batch_size=512", "pretrain.steps=1000000"), "learn", False),
-        ("h100x4", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),  # kernels take their start
-        ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),
-        ("v4-8", ("pretrain.per_device_batch_size=8",), "rows a device", True),
-        ("v4-8", ("pretrain.per_device_batch_size=8", "hardware.slice=v4-8"), "rows a device", False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "given", "word", "warned"), [
+    ("v4-8", ("model.nodes.blocks.attention.heads=2",), "matrix unit", False),
+    ("v6e-4", ("model.nodes.blocks.attention.heads=2",), "matrix unit", True),  # of 256, and heads have 128
+    ("v4-8", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),
+    ("v4-8", (), "small batch", False),
+    ("v4-8", ("pretrain.batch_size=4096", "pretrain.steps=20"), "large batch: 2.097M tokens a step", True),
+    ("v4-8", (), "large batch", False),
+    ("v4-8", ("pretrain.batch_size=64", "pretrain.steps=1000000"), "few tokens: 32,768 tokens a step", True),
+    ("v4-8", ("pretrain.batch_size=512", "pretrain.steps=1000000"), "learn", False),
+    ("h100x4", ("pretrain.batch_size=4", "packing.seq_len=32"), "small batch", True),  # kernels take their start
+    ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),
+    ("v4-8", ("pretrain.per_device_batch_size=8",), "rows a device", True),
+    ("v4-8", ("pretrain.per_device_batch_size=8", "hardware.slice=v4-8"), "rows a device", False),
+], ids=str)  # fmt: skip
 def test_what_could_be_better_is_warned_of(name, given, word, warned):
     assert any(word in warning for warning in plan_of(SMALL, name, *given).warnings) == warned
 
@@ -96,21 +92,17 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token(affinage,
 ON, ACCUMULATED = (SMALL, "--on", "v4-8"), "pretrain.gradient_accumulation_steps=2"
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ((SMALL, "--which", "--search"), "one slice at a time"),
-        ((SMALL, "--curve", "weak"), "processor"),
-        ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "fsdp 8 does not fit 256 devices"),
-        ((SMALL, "--training", "dpo"), "`dpo`"),
-        ((SMALL, "--set", "pretrain=null"), "trains nothing"),
-        # What a run refuses is not planned.
-        ((*ON, *set_words("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn")), "cudnn"),
-        ((*ON, *set_words("pretrain.optimizer_in_backward=true", ACCUMULATED)), "gradient_accumulation_"),
-        ((*ON, *set_words("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]")), "expert = 4"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("words", "named"), [
+    ((SMALL, "--which", "--search"), "one slice at a time"),
+    ((SMALL, "--curve", "weak"), "processor"),
+    ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "fsdp 8 does not fit 256 devices"),
+    ((SMALL, "--training", "dpo"), "`dpo`"),
+    ((SMALL, "--set", "pretrain=null"), "trains nothing"),
+    # What a run refuses is not planned.
+    ((*ON, *set_words("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=cudnn")), "cudnn"),
+    ((*ON, *set_words("pretrain.optimizer_in_backward=true", ACCUMULATED)), "gradient_accumulation_"),
+    ((*ON, *set_words("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]")), "expert = 4"),
+], ids=str)  # fmt: skip
 def test_mistakes_are_one_message(affinage, words, named):
     status, out, err = affinage("plan", *words)
     assert status == EXIT_USER_ERROR and named in err and "Traceback" not in err and not out
@@ -141,15 +133,11 @@ def divided(name, *overrides, recipe=SMALL):
     return [candidate.sizes for candidate, _ in candidates(*planned(recipe, *overrides), find_slice(name))]
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "remats"),
-    [
-        ("v4-8", ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=1"], ("none", "block")),
-        # Where memory decides: little is kept of few rows, and gradients of a micro-batch are nearly all it needs.
-        pytest.param("v5e-1", ["pretrain.batch_size=512"], ("none", "dots", "block"), marks=pytest.mark.full),
-    ],
-    ids=["all fit", "few fit"],
-)
+@pytest.mark.parametrize(("name", "overrides", "remats"), [
+    ("v4-8", ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=1"], ("none", "block")),
+    # Where memory decides: little is kept of few rows, and gradients of a micro-batch are nearly all it needs.
+    pytest.param("v5e-1", ["pretrain.batch_size=512"], ("none", "dots", "block"), marks=pytest.mark.full),
+], ids=["all fit", "few fit"])  # fmt: skip
 def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, monkeypatch):
     monkeypatch.setattr("affinage.planning.search.REMATS", remats)
     monkeypatch.setattr("affinage.planning.search.MOST_MICRO_BATCHES", 2)
@@ -171,14 +159,10 @@ ODD = "model.nodes.blocks={repeat: 3, attention: {heads: 3, head_dim: 64}, ffn: 
 TOO_WIDE = ["model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64"]
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "named"),
-    [
-        ("v4-8", [ODD, "pretrain.batch_size=3", "packing.seq_len=33"], "no mesh of v4-8"),
-        pytest.param("v5e-1", TOO_WIDE, "weights and moments alone", marks=pytest.mark.full),
-    ],
-    ids=["nothing divides", "nothing fits"],
-)
+@pytest.mark.parametrize(("name", "overrides", "named"), [
+    ("v4-8", [ODD, "pretrain.batch_size=3", "packing.seq_len=33"], "no mesh of v4-8"),
+    pytest.param("v5e-1", TOO_WIDE, "weights and moments alone", marks=pytest.mark.full),
+], ids=["nothing divides", "nothing fits"])  # fmt: skip
 def test_a_search_that_finds_nothing_names_why(name, overrides, named):
     refused(search, *planned(SMALL, *overrides), find_slice(name), 3, match=named)
 

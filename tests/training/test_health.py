@@ -82,16 +82,13 @@ NOTED = {"spike_window": 8, "on_spike": "log", "max_skips": 3}
 BACK, TEN = {"on_nonfinite": "rollback", "max_skips": 99}, {"rollbacks": [[step, step - 1] for step in range(1, 11)]}
 
 
-@pytest.mark.parametrize(
-    ("limits", "before", "metrics", "steps", "opens"),
-    [
-        pytest.param({}, {}, SICK, [1, 26, 51, 76, 100], True, id="5 in 100"),
-        pytest.param({}, {}, SICK, [1, 26, 51, 76, 101], False, id="5 in 101"),
-        pytest.param({"max_skips": 2, "window": 5}, {}, SICK, [3, 9, 12], True, id="2 in 5"),
-        pytest.param(NOTED, {}, SICK_SPIKE, [10, 11, 12], True, id="spikes are only noted"),
-        pytest.param(BACK, TEN, SICK, [30], True, id="after ten rollbacks"),
-    ],
-)
+@pytest.mark.parametrize(("limits", "before", "metrics", "steps", "opens"), [
+    pytest.param({}, {}, SICK, [1, 26, 51, 76, 100], True, id="5 in 100"),
+    pytest.param({}, {}, SICK, [1, 26, 51, 76, 101], False, id="5 in 101"),
+    pytest.param({"max_skips": 2, "window": 5}, {}, SICK, [3, 9, 12], True, id="2 in 5"),
+    pytest.param(NOTED, {}, SICK_SPIKE, [10, 11, 12], True, id="spikes are only noted"),
+    pytest.param(BACK, TEN, SICK, [30], True, id="after ten rollbacks"),
+])  # fmt: skip
 def test_too_many_updates_that_are_not_finite_stop_a_run(tmp_path: Path, limits, before, metrics, steps, opens: bool):
     health = HealthMonitor(HealthSettings(**limits), tmp_path, 0, before)
     with pytest.raises(TrainingDiverged) if opens else contextlib.nullcontext():

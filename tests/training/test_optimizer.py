@@ -79,17 +79,14 @@ def _cosine(steps: int) -> np.ndarray:
     return 0.6 + 0.4 * np.cos(np.pi * np.linspace(0, 1, steps))
 
 
-@pytest.mark.parametrize(
-    ("name", "warmup", "own", "expected"),
-    [
-        ("cosine", 0, {}, _cosine(11)),
-        ("cosine", 1, {}, _cosine(11)),
-        ("cosine", 4, {}, [0.25, 0.5, 0.75, *_cosine(8)]),
-        ("constant", 4, {}, [0.25, 0.5, 0.75, *[1.0] * 8]),
-        ("linear", 2, {}, [0.5, *np.linspace(1.0, 0.2, 10)]),
-        ("wsd", 1, {"decay_ratio": 0.5}, [*[1.0] * 5, *(0.2 + 0.8 * (1 - np.sqrt(np.arange(6) / 5)))]),
-    ],
-)
+@pytest.mark.parametrize(("name", "warmup", "own", "expected"), [
+    ("cosine", 0, {}, _cosine(11)),
+    ("cosine", 1, {}, _cosine(11)),
+    ("cosine", 4, {}, [0.25, 0.5, 0.75, *_cosine(8)]),
+    ("constant", 4, {}, [0.25, 0.5, 0.75, *[1.0] * 8]),
+    ("linear", 2, {}, [0.5, *np.linspace(1.0, 0.2, 10)]),
+    ("wsd", 1, {"decay_ratio": 0.5}, [*[1.0] * 5, *(0.2 + 0.8 * (1 - np.sqrt(np.arange(6) / 5)))]),
+])  # fmt: skip
 def test_schedules_warm_up_and_end_as_their_formulas(name: str, warmup: int, own: dict, expected: list[float]):
     rates = _rates(11, name=name, peak_lr=1.0, min_lr=0.2, warmup_steps=warmup, settings=own)
     np.testing.assert_allclose(rates, expected, rtol=1e-5)

@@ -70,16 +70,13 @@ def test_a_finished_run_started_again_trains_no_step_and_one_that_is_changed_is_
     assert summary["resumed_at"] == [10] and summary["steps"] == 12
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("data.rows", {"data": {"rows": "other"}}),
-        ("model.nodes.blocks.ffn.width", {"graph": tiny.graph(layers=1, width=96)}),
-        ("optimizer.name", {"settings": tiny.settings(10, optimizer={"name": "sgd"})}),
-        ("batch_size", {"settings": tiny.settings(10, batch_size=16), "feed": tiny.RandomFeed(rows=16)}),
-        ("seed", {"seed": 2}),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes"), [
+    ("data.rows", {"data": {"rows": "other"}}),
+    ("model.nodes.blocks.ffn.width", {"graph": tiny.graph(layers=1, width=96)}),
+    ("optimizer.name", {"settings": tiny.settings(10, optimizer={"name": "sgd"})}),
+    ("batch_size", {"settings": tiny.settings(10, batch_size=16), "feed": tiny.RandomFeed(rows=16)}),
+    ("seed", {"seed": 2}),
+])  # fmt: skip
 def test_each_thing_that_decides_over_numbers_is_refused_and_can_be_accepted(name: str, changes: dict):
     def facts(job: TrainJob) -> dict:
         return identity(Trainer(job, make_mesh(job.mesh, jax.devices()), job.feed.batch(0)))
@@ -169,15 +166,12 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
     assert summary["steps"] == LONGER and summary["resumed_at"] == [BORDER] and files_of(first) == before
 
 
-@pytest.mark.parametrize(
-    ("changes", "mixture", "named"),
-    [
-        ({"optimizer": {"b1": 0.8}}, None, "optimizer.b1"),
-        ({}, [{"from_step": 0, "weights": {"a": 1.0}}], "mixture"),
-        ({"optimizer": {"name": "sgd"}, "checkpoint": {"allow_changes": ["optimizer"]}}, None, "opt_state"),
-        ({"health": {"spike_window": 16}, "checkpoint": {"allow_changes": ["health"]}}, None, "window.losses"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "mixture", "named"), [
+    ({"optimizer": {"b1": 0.8}}, None, "optimizer.b1"),
+    ({}, [{"from_step": 0, "weights": {"a": 1.0}}], "mixture"),
+    ({"optimizer": {"name": "sgd"}, "checkpoint": {"allow_changes": ["optimizer"]}}, None, "opt_state"),
+    ({"health": {"spike_window": 16}, "checkpoint": {"allow_changes": ["health"]}}, None, "window.losses"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*is extended with another", "ignore:coroutine .* was never awaited")
 def test_what_an_extension_may_not_change_is_refused_by_name(rows, first, tmp_path, changes, mixture, named: str):
     extension = extended(tmp_path, rows, LONGER, mixture, extends=(first, BORDER), **changes)

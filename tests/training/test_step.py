@@ -168,14 +168,11 @@ def test_each_layer_is_clipped_by_its_own_norm():
     assert layerwise[1]["loss"] != whole[1]["loss"]
 
 
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
-        ({"optimizer": {"name": "sgd"}}, "sgd"),
-        ({"block": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "width": 16}}}, "mixture of experts"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "why"), [
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
+    ({"optimizer": {"name": "sgd"}}, "sgd"),
+    ({"block": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "width": 16}}}, "mixture of experts"),
+])  # fmt: skip
 def test_what_it_does_not_go_with_is_refused(changed: dict, why: str):
     refused(lambda: tiny.compiled(in_layers(True, **changed)), match=why)
 

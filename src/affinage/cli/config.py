@@ -166,7 +166,7 @@ def graph(
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     loaded, run = load(recipe, overrides, runs, lenient=True)
     from affinage.api import graph_of
-    from affinage.model.graph import parameters, summary_table
+    from affinage.model.graph import analyze, parameters
     from affinage.model.layer import SEQUENCE
 
     vocabulary = terminal.characters_of(loaded, run or runs / loaded.recipe.name)
@@ -176,7 +176,10 @@ def graph(
     model, context = graph_of(loaded, vocabulary), loaded.recipe.packing.seq_len
     has_sequences = any(SEQUENCE in shape.dims for _, shape in model.inputs)
     facts = {"context": context if has_sequences else None, "parameters": asdict(parameters(model))}
-    emit({"nodes": summary_table(model, 1, context), **facts}, as_json)
+    nodes = analyze(model, 1, context)
+    total = {key: sum(node[key] for node in nodes) for key in ("parameters", "flops", "training_flops")}
+    nodes.append({"name": "total", "kind": "", "inputs": [], "repeat": 1, "shape": "", **total})
+    emit({"nodes": nodes, **facts}, as_json)
 
 
 @app.command()

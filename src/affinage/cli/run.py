@@ -113,9 +113,10 @@ def launch(
         start: Callable[..., WorkerGroup] = partial(start_local, workers=processes, devices=devices, say=say)
         if on == "ray":
             from affinage.cluster.ray_launch import RayLauncher
+            from affinage.registry import plugin_files
 
-            plugins = [loaded.beside(path, ("plugins", at)) for at, path in enumerate(loaded.recipe.plugins)]
-            files = {os.fspath(path.resolve()): path.read_bytes() for path in (*loaded.files, *plugins)}
+            paths = [*loaded.files, *(file for files in plugin_files(loaded).values() for file in files)]
+            files = {os.fspath(path.resolve()): path.read_bytes() for path in paths}
             cluster: Any = {"address": address, "min_workers": min_processes, "devices": devices}
             launcher = RayLauncher(processes, files=files, say=say, **cluster)
             start = cleanup.enter_context(contextlib.closing(launcher)).start

@@ -75,8 +75,8 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings]) -> t
         fix = meant(".".join(map(str, (*path[:-1], name))) for name in nearest)
         return f"`{dotted}` is not a setting", fix or there
     wanted = ", or ".join(dict.fromkeys(each["msg"].partition(", unable")[0] for each in group))
-    wanted = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", wanted)
-    wanted = wanted.replace("a valid tuple", "a list").replace("Tuple should", "it should")
+    wanted = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", wanted).replace("a valid tuple", "a list")
+    wanted = re.sub(r"Tuple should have (.*) items? .*", r"the number of its entries must be \1", wanted)
     must = f", and must be {wanted.replace('Input should be ', '')}" if wanted.startswith("Input") else f": {wanted}"
     around = [(each, str(key)) for place, key in enumerate(path) for each in settings_at(model, path[:place])]
     fields = [each.model_fields[key] for each, key in around if key in each.model_fields]
@@ -86,7 +86,7 @@ def _sentence(path: Path, group: list[ErrorDetails], model: type[Settings]) -> t
         fix = "It has no default." if is_required else 'Leave it out for the default; an empty text is `""`.'
         return f"`{dotted}` is empty{must}", f"{fix} {meaning}".strip()
     word = str(value)
-    shown = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list | tuple) else ""
+    shown = "a mapping" if isinstance(value, dict) else "a list" if value and isinstance(value, list | tuple) else ""
     number = re.fullmatch(r"([\d.]+) ?([kKMBGT%])", word) if "a valid" in must else None
     listed = as_yaml(re.split(", *", word)) if "be a list" in must and word[:1].isalpha() else ""
     example = f"{number[1]}e{_EXPONENTS[number[2]]}" if number else listed

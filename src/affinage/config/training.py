@@ -84,7 +84,7 @@ class ScheduleSettings(Settings):
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
     """The same as a share of all steps; give one of the two."""
     settings: dict[str, Any] = {}
-    """What only the named schedule has."""
+    """What only the named schedule has: wsd falls, as 1 - sqrt, over the last `decay_ratio` (0.2) of the steps."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "ScheduleSettings":

@@ -159,7 +159,7 @@ class Engine:
         self._interactive, self._stops, self._steps = interactive, model.tokenizer.stops, 4 if interactive else 16
         graph, needed = model.graph, model.graph.needed_for(model.graph.logits)
         for node in (node for node in graph.nodes if node.name in needed and not node.layer.joins):
-            if not node.layer.cache(graph.input_shapes(node), 1, 1):
+            if not node.layer.cache(node.takes, 1, 1):
                 what = f"node `{node.name}` may look at earlier tokens, and keeps none to generate by"
                 raise UserError(what, fix="Register it with joins=True if it looks at none, else give it a `cache`.")
         self._program: Program = model.graph, model.compute_dtype, model.layout

@@ -45,7 +45,7 @@ def init_params(graph: Declared, key: PRNGKeyArray, dtype: Any = jnp.float32) ->
         if parameter.init != "normal":
             return jnp.full(parameter.shape, float(parameter.init == "ones"), dtype)
         std = parameter.std / (2 * graph.depth) ** 0.5 if parameter.residual else parameter.std
-        own = _named_key(key, "/".join(part.key for part in path))
+        own = jax.random.fold_in(key, zlib.crc32("/".join(part.key for part in path).encode()))
         return (std * jax.random.normal(own, parameter.shape, jnp.float32)).astype(dtype)  # rounded once
 
     return jax.tree_util.tree_map_with_path(draw, graph.parameters)
@@ -58,7 +58,7 @@ def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) 
     """
     cache: PyTree = {}
     for node in graph.nodes:
-        if shapes := node.layer.cache(graph.input_shapes(node), batch, length):
+        if shapes := node.layer.cache(node.takes, batch, length):
             apart = node.repeat is not None and not node.scans(jax.default_backend())
             layers, copies = (1, node.layers) if apart else (node.layers, 1)
             arrays = [{name: jnp.zeros((layers, *dims), dtype) for name, dims in shapes.items()} for _ in range(copies)]
@@ -158,14 +158,10 @@ def context_of(node: Node, params: PyTree, batch: Batch, config: ApplyConfig) ->
     return LayerContext(
         config=config,
         batch=batch,
-        key=None if config.key is None else _named_key(config.key, node.name),
+        key=None if config.key is None else jax.random.fold_in(config.key, zlib.crc32(node.name.encode())),
         cache=None if config.cache is None else config.cache.get(node.name),
         shared=params[shared] if shared else None,
     )
-
-
-def _named_key(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def apply_node(node: Node, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Result:
@@ -175,42 +171,43 @@ def apply_node(node: Node, params: PyTree, inputs: tuple[Any, ...], context: Lay
         return context.config.layers(node, params, inputs[0], context)
     first = replace(context, cache=cache[0] if isinstance(cache, tuple) else cache)
     context = replace(context, prepared=node.layer.prepare(inputs, first))
-    if node.repeat is not None:
-        return apply_layers(node, params, inputs[0], context)
-    return Result.of(node.layer.apply(params, inputs, context))
+    return apply_layers(node, params, inputs, context)
 
 
-def apply_layers(node: Node, params: PyTree, x: Any, context: LayerContext, first: int | Array = 0) -> Result:
-    """Layer after layer on one value, as one compiled body (scan) or as many; `first` is the number of the first."""
-    scanned = node.scans(context.config.platform)
+def apply_layers(node: Node, params: PyTree, inputs: Any, context: LayerContext, first: int | Array = 0) -> Result:
+    """Layer after layer on one value, as one compiled body (scan) or as many, the number `first` first; or one once."""
+    once, scanned = node.repeat is None, node.repeat is not None and node.scans(context.config.platform)
 
     def body(carry: Any, layer_params: PyTree, layer: Any) -> Any:
-        value, cache = carry
-        key = None if context.key is None else jax.random.fold_in(context.key, layer)
+        inputs, cache = carry
+        key = context.key if once or context.key is None else jax.random.fold_in(context.key, layer)
         own = replace(context, key=key, layer=layer if scanned or cache is None else 0, cache=cache)
-        result = Result.of(node.layer.apply(layer_params, (value,), own))
-        return (result.value, result.cache), (result.losses, result.metrics)
+        result = Result.of(node.layer.apply(layer_params, inputs, own))
+        return ((result.value,), result.cache), (result.losses, result.metrics)
 
     policy = context.config.remat
     if policy is None and context.config.platform != "cpu":
         # Norms and the like are computed again: that costs less than to store and read their float32 values.
         policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, NAMED)
-    # A loop keeps the passes apart.
-    wrapped = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=not scanned)
-    cache: Any = None
+    wrapped, cache = body, context.cache
+    if policy is not None and (node.hidden or not once):
+        # A loop keeps the passes apart, but XLA makes none of a single turn.
+        wrapped = jax.checkpoint(body, policy=policy, prevent_cse=not scanned or node.layers == 1)
     if scanned:
         numbers = first + jnp.arange(node.layers)
-        (x, cache), stacked = jax.lax.scan(lambda carry, xs: wrapped(carry, *xs), (x, context.cache), (params, numbers))
+        carry, stacked = jax.lax.scan(lambda carry, xs: wrapped(carry, *xs), (inputs, cache), (params, numbers))
+        (x,), cache = carry
         losses, metrics = jax.tree.map(lambda values: values.sum(axis=0), stacked)
         counts = {name: count[0] for name, (_, count) in stacked[0].items()}
     else:
         caches, collected = [], []
-        each = zip(_unstack(params, node.layers), context.cache or (None,) * node.layers, strict=True)
+        every = [params] if once else _unstack(params, node.layers)
+        each = zip(every, [cache] if once else cache or (None,) * node.layers, strict=True)
         for layer, (own, cached) in enumerate(each):
-            (x, cached), by_products = wrapped((x, cached), own, first + layer)
+            (inputs, cached), by_products = wrapped((inputs, cached), own, first + layer)
             caches.append(cached)
             collected.append(by_products)
-        cache = None if context.cache is None else tuple(caches)
+        (x,), cache = inputs, caches[0] if once else None if cache is None else tuple(caches)
         losses, metrics = jax.tree.map(lambda *values: sum(values), *collected)
         counts = {name: count for name, (_, count) in collected[0][0].items()}
     return Result(x, cache, {name: (total, counts[name]) for name, (total, _) in losses.items()}, metrics)

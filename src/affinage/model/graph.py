@@ -8,6 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 import jax
+from flax.traverse_util import flatten_dict
 from pydantic import ValidationError
 
 import affinage.model.layers  # noqa: F401  registers the layers of the package
@@ -16,13 +17,15 @@ from affinage.config.training import DpoSettings
 from affinage.errors import UserError, meant
 from affinage.model.apply_config import PyTree
 from affinage.model.layer import BATCH, LAYERS, SEQUENCE, TOKENS, Layer, ParamSpec, Shape, ShapeMismatch
-from affinage.model.layers.embedding import Embedding, LearnedPositions
+from affinage.model.layers.embedding import Embedding, LearnedPositions, Unembed
+from affinage.registry import calling
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]
 ANSWERS = "answer_log_probabilities"  # the node of `preference_graph` that reads the logits
 _NODE_KEYS = ("kind", "in", "repeat", "scan")
 _UNROLLED = 48  # layers, at most, that are compiled one by one for GPUs
+_TABLES = (Embedding, LearnedPositions, Unembed)
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class Node:
     inputs: tuple[str, ...]
     repeat: int | None = None  # None: once, and its parameters have no layers axis
     scan: bool | Literal["auto"] = "auto"  # one compiled body for all repeats
+    hidden: bool = False  # a layer with matrices between embedding and logits
+    takes: tuple[Shape, ...] = field(default=(), compare=False)  # of its inputs
+    where: str = field(default="", compare=False)  # it stands, such as recipe.yaml:12
 
     @property
     def layers(self) -> int:
@@ -68,10 +74,6 @@ class Graph:
     @cached_property
     def _by_name(self) -> dict[str, Node]:
         return {node.name: node for node in self.nodes}
-
-    def input_shapes(self, node: Node) -> tuple[Shape, ...]:
-        """Shapes of the values that a node takes."""
-        return tuple(self.shapes[name] for name in node.inputs)
 
     @cached_property
     def loss(self) -> str:
@@ -158,10 +160,8 @@ def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: in
                 what = f"node `{name}` takes `{source}`, which is neither a node nor an input"
                 raise _wrong(what, locate, name, "in", fix=_suggest(source, [*nodes, *inputs]))
     for name, node in nodes.items():
-        try:
+        with calling(node, "bind"):
             nodes[name] = replace(node, layer=node.layer.bind(nodes))
-        except ValueError as error:
-            raise _wrong(f"node `{name}`: {error}", locate, name) from None
     graph = _ordered(nodes, inputs, locate)
     losses = [name for name, node in nodes.items() if node.layer.is_loss]
     if len(losses) != 1:
@@ -234,7 +234,7 @@ def _parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -
     path = ("model", "nodes", name)
     _check_keys(settings, [*layer.model_fields, *_NODE_KEYS], path, locate)
     try:
-        return Node(name, layer.model_validate(settings), tuple(inputs), repeat, scan)
+        return Node(name, layer.model_validate(settings), tuple(inputs), repeat, scan, where=locate(path))
     except ValidationError as error:
         raise explain(error, layer, settings, lambda inner: locate((*path, *map(str, inner)))) from None
 
@@ -248,18 +248,24 @@ def _ordered(nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Loc
         cycle = error.args[1]
         raise _wrong(f"the nodes form a cycle: {' -> '.join(cycle)}", locate, cycle[0], "in") from None
     ordered = [nodes[name] for name in names if name in nodes]
-    for node in ordered:
+    for index, node in enumerate(ordered):
         taken = tuple(shapes[source] for source in node.inputs)
-        try:
-            shapes[node.name], own = node.layer.shape(taken), node.layer.parameters(taken)
-        except ShapeMismatch as error:
-            raise _wrong(f"node `{node.name}` ({node.layer.kind_name}): {error}", locate, node.name) from None
+        with calling(node, "shape"):
+            shapes[node.name] = shape = node.layer.shape(taken)
+            if not isinstance(shape, Shape):
+                raise ShapeMismatch(f"`shape` returns {shape!r}, not a Shape")
+        with calling(node, "parameters"):
+            own = node.layer.parameters(taken)
+            declared = flatten_dict(own).values()
+            if wrong := [leaf for leaf in declared if not isinstance(leaf, ParamSpec)]:
+                raise ShapeMismatch(f"`parameters` holds {wrong[0]!r}, not dicts of ParamSpec alone")
+        hidden = any(len(p.shape) > 1 for p in declared) and not isinstance(node.layer, _TABLES)
+        ordered[index] = replace(node, hidden=hidden, takes=taken)
         if own:
             stacked = partial(ParamSpec.stacked, layers=node.layers)
             parameters[node.name] = own if node.repeat is None else jax.tree.map(stacked, own)
-        if node.repeat is not None and (shapes[node.name],) != taken:
-            what = f"node `{node.name}` cannot repeat: it turns {taken[0]} into {shapes[node.name]}"
-            raise _wrong(what, locate, node.name)
+        if node.repeat is not None and (shape,) != taken:
+            raise _wrong(f"node `{node.name}` cannot repeat: it turns {taken[0]} into {shape}", locate, node.name)
     return Graph(tuple(inputs.items()), tuple(ordered), shapes, parameters)
 
 
@@ -295,17 +301,10 @@ def analyze(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     for node in graph.nodes:
-        cost = node.layer.cost(graph.input_shapes(node), {BATCH: batch, SEQUENCE: context})
+        cost = node.layer.cost(node.takes, {BATCH: batch, SEQUENCE: context})
         flops = (cost.matmul + cost.attention) * node.layers
         row = {"name": node.name, "kind": node.layer.kind_name, "inputs": [*node.inputs], "repeat": node.layers}
         row |= {"shape": str(graph.shapes[node.name]), "flops": flops}
-        row["parameters"] = sum(p.size for p in jax.tree.leaves(graph.parameters.get(node.name, {})))
+        row |= {"parameters": sum(p.size for p in jax.tree.leaves(graph.parameters.get(node.name, {})))}
         rows.append(row | {"training_flops": flops if node.layer.constant else 3 * flops})
     return rows
-
-
-def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]]:
-    """The rows of `analyze` and a last one, named `total`: what `affinage graph` prints."""
-    table = analyze(graph, batch, context)
-    total = {key: sum(row[key] for row in table) for key in ("parameters", "flops", "training_flops")}
-    return [*table, {"name": "total", "kind": "", "inputs": [], "repeat": 1, "shape": "", **total}]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from affinage.config.settings import Settings
+from affinage.errors import UserError
 from affinage.model.apply_config import ApplyConfig, Axes, PyTree
 from affinage.registry import Registry
 
@@ -22,7 +23,7 @@ Batch = Mapping[str, Array]
 Pairs = dict[str, tuple[Array, Array]]  # name -> (sum, count)
 
 
-class ShapeMismatch(ValueError):
+class ShapeMismatch(UserError):
     """A node was given an input it has no rule for; the message says what it expected."""
 
 
@@ -161,7 +162,7 @@ class Layer(Settings):
         return False
 
     def bind(self, nodes: Mapping[str, "Node"]) -> Self:
-        """The layer with what follows from other nodes of the graph; raises ValueError where nothing does."""
+        """The layer with what follows from other nodes of the graph; raises ShapeMismatch where nothing does."""
         return self
 
     @property
@@ -187,7 +188,7 @@ class Layer(Settings):
 
     def apply(self, params: PyTree, inputs: tuple[Any, ...], context: LayerContext) -> Any:
         """The function itself: a value, or a Result."""
-        raise NotImplementedError
+        raise NotImplementedError("the class does not have it")
 
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
         """Operations of one forward pass at these sizes of B and S."""

@@ -157,7 +157,7 @@ class Pipeline(Strategy):
             inner = replace(inner, prepared=node.layer.prepare((x,), inner))
             weights = jax.tree.map(lambda w: _at(w, piece // parts), weights)
             first = (piece // parts * beside.stages + number) * each
-            result = apply_layers(replace(node, repeat=each), weights, x, inner, first)
+            result = apply_layers(replace(node, repeat=each), weights, (x,), inner, first)
             return layout.constrain(result.value, _RESIDUAL), result.losses, result.metrics
 
         if rounds > 1:

@@ -14,8 +14,9 @@ from affinage.config.settings import Settings
 from affinage.config.training import OF_THE_ROWS, MonitorSettings, TuningSettings
 from affinage.data.places import is_on_hub, located, released_folder
 from affinage.evaluation.tasks import files_of, is_task_file, of_pocket_world
+from affinage.fingerprints import task_files
 from affinage.pipeline.models import EVALUATIONS, MODEL, ROWS, chat_template_of, extended, initial_folder
-from affinage.pipeline.step import Step, StepContext, Summary, lazily, task_files
+from affinage.pipeline.step import Step, StepContext, Summary, lazily
 from affinage.registry import load_plugins, plugin_sources
 from affinage.results import read_json
 
@@ -74,7 +75,7 @@ def _data_steps(recipe: Recipe, initial: Path | None, begun: dict[str, str]) -> 
         against = data.dedup.against  # a run is known by its name, a folder by its documents
         is_folder, work = os.path.isdir(os.path.expanduser(against)), _of_data("dedup_step", settings=data.dedup)
         files: tuple[str, ...] = (str(released_folder(against, Path("runs"))),) if is_folder else ()
-        found = (lambda loaded: released_folder(against, loaded.runs)) if against else None
+        found = (lambda context: released_folder(against, context.loaded.runs)) if against else None
         yield step("dedup", work, {"data": _part(data, "dedup")}, last, version=5, files=files, check=found)
         last = ("dedup",)
     config, files = _searched(recipe)

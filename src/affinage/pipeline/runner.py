@@ -5,8 +5,11 @@ import itertools
 import json
 import os
 import platform
+import re
+import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +19,11 @@ from filelock import Timeout
 from affinage.cluster.processes import Processes
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.differing import differing
-from affinage.errors import TransientError, UserError, reports_move
+from affinage.errors import TransientError, UserError, UserWarned, reports_move
 from affinage.fingerprints import fingerprints
 from affinage.json_files import write_json
 from affinage.network import is_url
-from affinage.pipeline.models import COMMAND, RECIPE, steps_of
+from affinage.pipeline.models import COMMAND, RECIPE, command, steps_of
 from affinage.pipeline.step import Step, StepContext, at, located, remote_fingerprints
 from affinage.pipeline.store import REQUEST, Request, Store, link, read_manifest, read_request
 from affinage.results import RESULT, RESULTS, Result, read_json, versions
@@ -147,12 +150,37 @@ class PipelineRunner:
             reasons.append(f"{left}, to continue by {step.name}.resume_from={former}")
         return "; ".join(reasons) or "never ran in this store"
 
-    def check(self, planned: Iterable[PlannedStep]) -> None:
-        """Raise UserError for what is known to fail in a step that must run, before the first of them runs."""
+    def check(self, planned: Sequence[PlannedStep]) -> None:
+        """Raise UserError for what is known to fail in a step that must run, before the first of them runs.
+
+        Warns of trainings that are complete, and are to be made again.
+        """
         for each in planned:
             if not each.complete and each.step.check is not None:
                 with located(self.loaded, each.name):
-                    each.step.check(self.loaded)
+                    each.step.check(self._context(each.request))
+        if repeated := self._repeated(planned):
+            warnings.warn(repeated, UserWarned, stacklevel=2)
+
+    def _repeated(self, planned: Sequence[PlannedStep]) -> str:
+        """Which complete trainings would be made again, the changes before or in them, and what else could be done."""
+        trainings = [each for each in planned if each.step.has_progress and not (each.complete or each.forced)]
+        again = [each.name for each in trainings if read_manifest(self.folder / each.name) is not None]
+        into = {*again}
+        for each in reversed(planned):
+            into.update(each.step.inputs if each.name in into else ())
+        waiting = [each for each in planned if each.name in into and not each.complete]
+        causes = dict[str, str]()  # the first step of each
+        for each in waiting:
+            for cause in re.split("; (?=files|input|version)", each.reason.replace("never ran", "a new step")):
+                causes.setdefault(textwrap.shorten(cause, 150, placeholder=" ..."), each.name)
+        own = {cause: step for cause, step in causes.items() if not cause.startswith("input")} or causes
+        why = "; ".join(f"{cause} ({step})" for cause, step in own.items())
+        if "decontaminate" in own.values():
+            measure = command("eval", self.loaded.recipe.name, "--tasks", "TASK", runs=self.runs)
+            why += f". `{measure}` scores the model as it is"
+            why += ", and data.decontaminate.benchmarks=false leaves its text" if "a new step" in own else ""
+        return f"{', '.join(again)}: complete, but trained again: {why}" if again else ""
 
     def run(self, listener: ProgressListener) -> dict[str, float]:
         """Run what is not complete, while the other processes of a run call `follow`. Returns the seconds of each step.

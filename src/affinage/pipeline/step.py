@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import rich
-import yaml
 
 from affinage.config.data import POCKET_WORLD
 from affinage.config.load import LoadedRecipe
@@ -71,7 +70,7 @@ class Step:
     version: int = 1
     files: tuple[str, ...] = ()  # paths, folders, globs and URLs of the user's; a plan takes their fingerprints
     sources: dict[str, str] = field(default_factory=dict)  # what else it reads -> fingerprint
-    check: Callable[[LoadedRecipe], object] | None = None  # raises UserError for what would fail, before any step runs
+    check: Callable[[StepContext], object] | None = None  # raises UserError for what would fail, before any step runs
     artifact: str = ""  # a file of the result that the run's folder links to
     distributed: bool = False  # all processes of a run compute it together; other steps run in the first one alone
     has_progress: bool = False  # shows its own progress on a terminal, as a training does
@@ -146,18 +145,3 @@ def remote_fingerprints(paths: Iterable[str], former: Mapping[str, str]) -> dict
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         return dict(zip(urls, pool.map(check, urls), strict=True))
-
-
-def task_files(paths: Iterable[str]) -> list[str]:
-    """Task files and folders with the data files and templates they name: all that their benchmarks are made of."""
-    files = []
-    for path in paths:
-        place = Path(os.path.expanduser(path))
-        files.append(path)
-        for file in [*place.rglob("*.yaml"), *place.rglob("*.yml")] if place.is_dir() else [place]:
-            with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):  # raised where it is read
-                task = yaml.safe_load(file.read_text(encoding="utf-8"))
-                data = (task.get("dataset_kwargs") or {}).get("data_files") or []
-                for group in [*(data.values() if isinstance(data, dict) else [data]), task.get("include") or []]:
-                    files += [str(file.parent / name) for name in ([group] if isinstance(group, str) else group)]
-    return list(dict.fromkeys(files))

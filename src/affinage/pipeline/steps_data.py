@@ -1,16 +1,17 @@
 """The steps from sources to packed tokens, of documents, conversations and preference pairs, and their checks."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from affinage.cluster.executor import open_executor
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings
-from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
-from affinage.config.training import TuningSettings
 from affinage.data import ingest
+from affinage.data.chat import ChatTemplate
 from affinage.data.conversations import check_source
 from affinage.data.decontaminate import BenchmarkItem, decontaminate, kind_of_items, read_items, write_items
 from affinage.data.dedup import dedup
@@ -22,7 +23,7 @@ from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import measure, train_tokenizer
 from affinage.data.tuning_data import prepare_tuning_data
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from affinage.evaluation.tasks import GROUPS, check_names, find_tasks, is_task_file, items_of, of_pocket_world
 from affinage.pipeline.models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary, at, check_exists, print_line
@@ -131,15 +132,15 @@ def _pooled(context: StepContext, work: Callable[..., Summary], *arguments: Any,
 # ---- what can be known to fail before the first step runs ----
 
 
-def check_ingest(loaded: LoadedRecipe, data: DataSettings) -> None:
+def check_ingest(context: StepContext, data: DataSettings) -> None:
     """The sources are there."""
     for index, source in enumerate(data.sources):
-        with at(loaded, "data", "sources", index):
+        with at(context.loaded, "data", "sources", index):
             ingest.check(source, data)
 
 
-def check_filter(loaded: LoadedRecipe, data: DataSettings) -> None:
-    """Language identification knows the languages of the recipe."""
+def check_filter(context: StepContext, data: DataSettings) -> None:
+    """Language identification knows the languages of the recipe; warns of sources in none of `data.languages`."""
     languages = enumerate(data.languages if data.filters.language_threshold else ())
     written: dict[tuple[str | int, ...], str] = {("data", "languages", at): language for at, language in languages}
     for index, source in enumerate(data.sources):
@@ -148,21 +149,27 @@ def check_filter(loaded: LoadedRecipe, data: DataSettings) -> None:
     for key, language in written.items():
         if language not in known_languages():
             fix = "Languages are ISO 639-1 codes, such as en and fr; data.filters.language_threshold=0 turns it off."
-            raise UserError(f"language id does not know `{language}`", where=loaded.locate(key), fix=fix)
+            raise UserError(f"language id does not know `{language}`", where=context.loaded.locate(key), fix=fix)
+        if data.languages and key[1] == "sources":
+            what = f"is of language {language}: data.languages=[{', '.join(data.languages)}] removes all its documents"
+            where = f"{context.loaded.locate(key)}: `{data.sources[int(key[2])].title}`"
+            warnings.warn(f"{where} {what}", UserWarned, stacklevel=2)
 
 
-def check_decontaminate(loaded: LoadedRecipe, settings: DecontaminateSettings) -> None:
+def check_decontaminate(context: StepContext, settings: DecontaminateSettings) -> None:
     """What `benchmark_files` names are files of items; and the benchmarks of the evaluation exist."""
+    loaded = context.loaded
     for index, path in enumerate(settings.benchmark_files):
         key = ("data", "decontaminate", "benchmark_files", index)
         check_exists(loaded, path, *key)
         kind_of_items(path, loaded.locate(key))
     if settings.benchmarks and loaded.recipe.evaluate is not None:
-        check_benchmarks(loaded, ("evaluate",))
+        check_benchmarks(context, ("evaluate",))
 
 
-def check_benchmarks(loaded: LoadedRecipe, section: tuple[str, ...]) -> None:
+def check_benchmarks(context: StepContext, section: tuple[str, ...]) -> None:
     """The benchmarks of an evaluation or a monitor, whose settings are in a section of the recipe, exist."""
+    loaded = context.loaded
     settings: Any = reduce(getattr, section, loaded.recipe)
     if settings.data_dir is not None:
         check_exists(loaded, settings.data_dir, *section, "data_dir")
@@ -174,11 +181,13 @@ def check_benchmarks(loaded: LoadedRecipe, section: tuple[str, ...]) -> None:
                 check_names([task], settings.data_dir, where=task)
 
 
-def check_tuning_data(loaded: LoadedRecipe, section: str) -> None:
+def check_tuning_data(context: StepContext, section: str) -> None:
     """The conversations are there, and their template."""
-    tuning: TuningSettings = getattr(loaded.recipe, section)
+    loaded, tuning = context.loaded, getattr(context.recipe, section)
     for index in range(len(tuning.sources)):
         with at(loaded, section, "sources", index):
             check_source(tuning, index)
     folder = initial_folder(loaded)
-    chat_template_of(loaded, None if folder is None else folder / TOKENIZER)
+    if (template := chat_template_of(loaded, None if folder is None else folder / TOKENIZER)) is not None:
+        of_any_tokenizer: Any = SimpleNamespace(special_tokens={})
+        ChatTemplate(template, of_any_tokenizer)

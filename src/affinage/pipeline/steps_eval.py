@@ -7,7 +7,6 @@ import pyarrow as pa
 
 from affinage.cluster.processes import Processes
 from affinage.config.data import DecontaminateSettings
-from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import EvaluateSettings, ExportSettings
 from affinage.data.chat import encode_prompt
 from affinage.data.decontaminate import BenchmarkItem, Contamination, ItemIndex, contamination, texts_of_rows
@@ -92,8 +91,9 @@ def _trained(context: StepContext, training: str, name: str) -> LoadedModel:
     return open_model(target, context.run_folder.parent, mesh=mesh, sharding=context.recipe.parallel.sharding)
 
 
-def check_export(loaded: LoadedRecipe) -> None:
+def check_export(context: StepContext) -> None:
     """transformers has such a model."""
+    loaded = context.loaded
     try:
         family_of(parse(loaded.recipe.model, loaded.locate, vocabulary=loaded.recipe.tokenizer.vocab_size))
     except UserError as error:

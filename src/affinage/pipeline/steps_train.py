@@ -14,7 +14,6 @@ import numpy as np
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.remote import Uploader, download
 from affinage.cluster.processes import Processes
-from affinage.config.load import LoadedRecipe
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
 from affinage.data.dataloader import DataLoader, Mixture, ValidationRows, repetition, stages_of
 from affinage.data.token_shards import find_shard_folders
@@ -25,14 +24,17 @@ from affinage.hardware.devices import acquire
 from affinage.json_files import write_json
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
+from affinage.model_check import check_model
 from affinage.parallel.sharding import MeshLayout, make_mesh, table_with
 from affinage.parallel.strategy import strategy_for
-from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder
+from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder, steps_of
 from affinage.pipeline.monitor import BenchmarkMonitor
 from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, located, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
-from affinage.pipeline.store import content_hash
+from affinage.pipeline.store import content_hash, read_manifest
+from affinage.planning.foreseen import check_weights, lifted_rate
+from affinage.planning.plan import never_begun
 from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
@@ -204,21 +206,35 @@ def within_epochs(
     return settings.model_copy(update={"steps": steps, "schedule": settings.schedule.model_copy(update=shorter)})
 
 
-def check_training(loaded: LoadedRecipe, name: str) -> None:
+def check_training(context: StepContext, name: str) -> None:
     """The model, its mesh, batch and settings fit together, and what the training reads is there."""
-    recipe, settings, folder = loaded.recipe, getattr(loaded.recipe, name), initial_folder(loaded)
+    loaded, recipe, settings = context.loaded, context.recipe, getattr(context.recipe, name)
+    folder, extension = initial_folder(loaded), extended(loaded, name)
     if settings.monitor is not None:
-        check_benchmarks(loaded, (name, "monitor"))
+        check_benchmarks(context, (name, "monitor"))
     wanted, micro_batches = recipe.tokenizer.vocab_size, settings.gradient_accumulation_steps
     graph = parse(recipe.model, loaded.locate, vocabulary=wanted)
+    check_model(graph, recipe.packing.seq_len)
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with located(loaded, name):
-        if isinstance(settings, TuningSettings):  # what a pretraining weighs is known when its text is read
+        advice = [*never_begun(settings, name)]
+        if isinstance(settings, TuningSettings):
             stages_of({source.title: (source.title, "") for source in settings.sources}, _mixture_of(settings), 1)
+        elif recipe.data is not None:
+            advice += check_weights(loaded, settings, recipe.data)
+        if extension is not None:
+            if settings.steps <= (made := extension[1]):
+                fix = f"Set {name}.steps to more."
+                raise UserError(f"it has made {made} of the {settings.steps} steps", where="resume_from", fix=fix)
+            advice += lifted_rate(settings, name, *extension)
+        for each in advice if context.step == name else ():
+            warnings.warn(each, UserWarned, stacklevel=2)
         trackers_of(recipe.runtime.trackers)
         step, before = getattr(settings, "from_step", None), recipe.trainings[: recipe.trainings.index(name)]
         if step is not None and before and step > (last := getattr(recipe, before[-1]).steps):
             raise UserError(f"{before[-1]} has no step {step}", where="from_step", fix=f"Its last step is {last}.")
+        if step is not None and (begun := context.inputs.get(before[-1] if before else "")) and read_manifest(begun):
+            steps_of(begun, step, "from_step")
         if folder is not None:
             initial_params(folder, graph)
         elif recipe.tokenizer.kind == "bpe":

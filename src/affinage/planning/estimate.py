@@ -273,12 +273,12 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
         gathered = 2 * links["fsdp"].all_gather(weights * width)
         scattered = links["fsdp"].all_gather(sum(p.size for p in trained) * width)
         hidden += parts * often * (gathered + scattered)
-    if node.repeat is None:
+    if not node.hidden:
         return hidden, exposed
 
     tokens = device.local_rows * device.local_seq_len
     residual = tokens * device.graph.shapes[node.name].width * width
-    layers = parts * node.layers / device.stages
+    layers = parts * node.layers / (device.stages if node.repeat else 1)
     # To compute a layer again takes its first sum, unless `dots` keeps it, and both ways of an exchange.
     if sizes["tensor"] > 1:
         sums = _TENSOR_SUMS + (remat not in ("none", "dots"))
@@ -296,7 +296,7 @@ def collectives(device: PerDevice, node: Node, links: Mapping[str, Links]) -> tu
     if sizes["context"] > 1 and attention is not None:  # keys and values
         numbers = 2 * tokens * attention.groups_of * attention.head_width(device.graph.shapes[node.name].width)
         exposed += layers * 3 * links["context"].all_gather(numbers * width * sizes["context"])
-    if sizes[STAGES] > 1:
+    if node.repeat and device.stages > 1:
         # Once round for every part and round, forward and backward; the bubble has the ticks without work. Beside the
         # stages rows are split over them: they are gathered for the first stage, and the last one's go to all.
         link, sends = links[STAGES], device.pipeline_parts * rounds

@@ -84,14 +84,15 @@ class PerDevice:
         """The model that one device multiplies with: its layers, heads, hidden units, ids and experts."""
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
+            node = self.graph[name]
             if isinstance(entry.get("vocab"), int):
                 entry["vocab"] = max(2, entry["vocab"] // self.layout.parts("vocab"))
-            attention, ffn = getattr(self.graph[name].layer, "attention", None), entry.get("ffn")
+            attention, ffn = getattr(node.layer, "attention", None), entry.get("ffn")
             if attention is not None:
                 entry["attention"] |= {
                     "heads": max(1, attention.heads // self.layout.parts("heads")),
                     "kv_heads": max(1, attention.groups_of // self.layout.parts("kv_heads")),
-                    "head_dim": attention.head_width(self.graph.shapes[entry["in"]].width),
+                    "head_dim": attention.head_width(node.takes[0].width),
                 }
             if isinstance(ffn, dict):
                 ffn["width"] = max(1, ffn["width"] // self.layout.parts("ffn"))
@@ -99,8 +100,10 @@ class PerDevice:
                     ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.layout.parts("experts"))
             if "repeat" in entry:
                 entry["repeat"] //= self.stages
-                if self.where.platform == "gpu":
-                    entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
+            elif node.hidden and node.takes == (self.graph.shapes[name],) and self.where.platform != "cpu":
+                entry["repeat"] = 1  # a layer that is written out is planned as one that is repeated
+            if "repeat" in entry and self.where.platform == "gpu":
+                entry["scan"] = True  # of unrolled layers, each would seem to read the arrays of all of them
         return _parsed(json.dumps(graph))
 
     @cached_property

@@ -16,6 +16,7 @@ from affinage.errors import UserError
 from affinage.hardware.chips import COMPARED, GiB, Slice, find_slice, memory_text, slice_of
 from affinage.model import Graph, parse
 from affinage.model.graph import parameters, preference_graph
+from affinage.model_check import check_model
 from affinage.planning.estimate import Memory, StepTime, step_memory, step_time
 from affinage.planning.per_device import PerDevice, per_device
 from affinage.planning.trace import padding
@@ -133,6 +134,9 @@ class Plan:
             yield self.misfit
         elif self.nearly_full:
             yield "nearly full: check with the compiler whether it fits, with --compile"
+        if self.where.platform == "tpu" and any(node.hidden and node.layers == 1 for node in device.graph.nodes):
+            what = "layers one by one, without `repeat`, took up to a quarter more of a TPU's memory than estimated"
+            yield f"{what}: check it with --compile"
         each, own = getattr(self.recipe, self.section).per_device_batch_size, _own_slice(self.recipe)
         if each is not None and self.where.name != own:
             what = (
@@ -167,6 +171,7 @@ class Plan:
                 what = f"a vocabulary of {vocab:,} does not divide by {unit}, the matrix unit"
                 yield f"{what}: {lost:.0%} of the logits' products are lost"
         yield from self._for_learning()
+        yield from never_begun(getattr(self.recipe, self.section), self.section)
         growing = sum(node.compute + node.memory for node in time.nodes)
         fixed = 1 - growing / time.seconds
         if fixed > _SMALL_BATCH and device.stages == 1:
@@ -207,6 +212,13 @@ class Plan:
         }
 
 
+def never_begun(settings: TrainSettings, name: str) -> Iterator[str]:
+    """Yield a sentence about each stage of a mixture that would begin after the last step of the training `name`."""
+    for number, stage in enumerate(settings.mixture or ()):
+        if stage.from_step >= settings.steps:
+            yield f"{name}.mixture[{number}] never begins: it waits for step {stage.from_step:,} of {settings.steps:,}"
+
+
 def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
     """The training that a recipe is planned for, its first, and the tokens of a row; UserError: it trains nothing."""
     if not recipe.trainings:
@@ -227,6 +239,7 @@ def planned_graph(loaded: LoadedRecipe) -> Graph:
     """The model of a recipe, with the loss of the training that is planned and the vocabulary that is requested."""
     recipe = loaded.recipe
     graph = parse(recipe.model, loaded.locate, vocabulary=recipe.tokenizer.vocab_size)
+    check_model(graph, training_settings(recipe)[2])
     if recipe.trainings != ["dpo"] or recipe.dpo is None:
         return graph
     return preferring(graph, recipe.dpo, training_settings(recipe)[2])

@@ -117,7 +117,7 @@ class ParamSplit:
         if self.adapters is None:
             return 0
         sizes = {BATCH: rows, SEQUENCE: context}
-        products = node.layer.cost(self.graph.input_shapes(node), sizes).matmul * node.layers
+        products = node.layer.cost(node.takes, sizes).matmul * node.layers
         declared = jax.tree.leaves(self.adapters.parameters.get(node.name, {}))
         return 6 * rows * context * sum(p.active for p in declared) - products
 

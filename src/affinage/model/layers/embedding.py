@@ -124,9 +124,9 @@ class Unembed(Layer):
         sizes = {name: node.layer.vocab for name, node in nodes.items() if isinstance(node.layer, Embedding)}
         source = self.tied if isinstance(self.tied, str) else next(iter(sizes), "")
         if source not in sizes and (self.tied or self.vocab is None):
-            raise ValueError(f"`{source}` is not an embedding node" if source else "there is no embedding node")
+            raise ShapeMismatch(f"`{source}` is not an embedding node" if source else "there is no embedding node")
         if self.tied and self.vocab not in (None, sizes[source]):
-            raise ValueError(f"vocab {self.vocab} differs from the {sizes[source]} of `{source}` it is tied to")
+            raise ShapeMismatch(f"vocab {self.vocab} differs from the {sizes[source]} of `{source}` it is tied to")
         return self.model_copy(update={"tied": self.tied and source, "vocab": self.vocab or sizes[source]})
 
     @property
