@@ -41,6 +41,8 @@ def test_data_files_and_templates_are_found_beside_the_task_file(tmp_path, monke
     (path,) = one["dataset_kwargs"]["data_files"]["test"]
     assert path == str(tmp_path / "tasks/one.jsonl")
     assert one["custom_dataset"](**one["dataset_kwargs"], version=1)["test"][0] == {"a": "x\u2028y"}
+    (tmp_path / "tasks/zwei.yaml").write_text("task: two\ndataset_path: hub/zwei")
+    assert refused(find_tasks, ["tasks"], match="name `two`").where == "tasks/chat.yaml and tasks/zwei.yaml"
 
 
 def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):

@@ -116,8 +116,7 @@ def task_manager(names: Sequence[str], where: str = "evaluate.tasks") -> TaskMan
     manager = TaskManager()
     for name in names:
         if name not in manager.all_tasks and name not in BENCHMARKS:
-            known = [*manager.all_tasks, *GROUPS, *BENCHMARKS]
-            fix = did_you_mean(name, known) or "Names of tasks: lm-eval ls tasks"
+            fix = did_you_mean(name, [*manager.all_tasks, *GROUPS, *BENCHMARKS]) or "Names of tasks: lm-eval ls tasks"
             raise UserError(f"there is no task `{name}`, nor a file of that name", where=where, fix=fix)
     return manager
 

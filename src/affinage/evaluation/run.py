@@ -129,8 +129,7 @@ class JaxLM(TemplateLM):
         with self._timed(len(requests)):
             for params, indices in grouped.items():
                 room = self.max_length - params.max_new_tokens
-                prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
-                prompts = [ids or [self.prefix_token_id] for ids in prompts]
+                prompts = [self.tok_encode(requests[one].args[0])[-room:] or [self.prefix_token_id] for one in indices]
 
                 def keep(generated: EngineRequest, indices: list[int] = indices) -> None:
                     index = indices[generated.index]

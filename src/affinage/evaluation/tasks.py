@@ -75,7 +75,7 @@ def find_tasks(names: Sequence[str], data_dir: Folder = None, world: Folder = No
     `world`) or one of its benchmarks, the path of a YAML file or of a folder of them, or else a task, group or tag of
     lm-evaluation-harness, which is returned as {"task": name}. With a `data_dir`, benchmarks of ours are the harness's
     definitions over the files of that folder; those of a group that it has no file of are left out. Raises UserError
-    for files that are missing, unreadable, or contain `!function`: nothing loaded here may run code.
+    for two tasks of one name, and files that are missing, unreadable, or contain `!function`: none may run code.
     """
     items = None if data_dir is None else Path(os.path.expanduser(data_dir))
     if items is not None and not items.is_dir():
@@ -91,7 +91,9 @@ def find_tasks(names: Sequence[str], data_dir: Folder = None, world: Folder = No
         left_out += absent
         for name in (member for member in members if member not in absent):
             for task in [_on_file(name, file)] if (file := files.get(name)) else _tasks_of(name, world):
-                tasks.setdefault(task["task"], task)
+                if (known := tasks.setdefault(task["task"], task)) | {"where": ""} != task | {"where": ""}:
+                    where = " and ".join(str(each.get("where", group)) for each in (known, task))
+                    raise UserError(f"two tasks have the name `{task['task']}`", where=where, fix="Rename one of them.")
     return list(tasks.values()), left_out
 
 

@@ -137,6 +137,9 @@ class Plan:
         if self.where.platform == "tpu" and any(node.hidden and node.layers == 1 for node in device.graph.nodes):
             what = "layers one by one, without `repeat`, took up to a quarter more of a TPU's memory than estimated"
             yield f"{what}: check it with --compile"
+        unrolled = any(node.hidden and not node.scans("gpu") for node in device.graph.nodes)
+        if self.where.platform == "gpu" and unrolled and device.parallel.remat == "block":
+            yield "remat `block`: a GPU's compiler took up to four times the estimated memory: check it with --compile"
         each, own = getattr(self.recipe, self.section).per_device_batch_size, _own_slice(self.recipe)
         if each is not None and self.where.name != own:
             what = (
