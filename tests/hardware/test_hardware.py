@@ -71,7 +71,8 @@ def test_a_program_may_take_what_the_compiler_says_or_the_environment_of_a_gpu(m
 def test_what_does_not_exist_is_refused_with_the_nearest_that_does():
     for name, nearest in (
         ("v4-31", ["v4-16", "v4-32"]), ("v4-33", ["v4-32", "v4-64"]), ("v5e-512", ["v5e-256"]), ("v4-0", ["v4-8"]),
-        ("v9-8", ["Did you mean `v"]), ("h100x12", ["h100x16"]),
+        ("v9-8", ["Did you mean `v"]), *((name, ["h100x16"]) for name in ("h100x12", "12 x H100", "h100-12")),
+        ("h1000", ["Did you mean `h100`?"]), ("h100x0", ["Did you mean `h100x8`?"]),
         *((name, ["Did you mean `h100x8`?"]) for name in ("8xh100", "8 x H100", "H100:8", "h100-8")),
     ):  # fmt: skip
         fix = refused(find_slice, name).fix

@@ -154,9 +154,9 @@ def find_slice(name: str) -> Slice:
     word = name.strip().lower()
     if word == "cpu":
         return Slice(name, cpu(), (1,), (False,), 1)
-    gpu = re.fullmatch(rf"(?:(\d+)\W*x?\W*)?({'|'.join(_GPUS)})(?:(\W*x?\W*)(\d+))?", word)
-    if gpu and not gpu[1] and gpu[3] in (None, "x"):
-        return _gpus(name, gpu[2], int(gpu[4] or 1))
+    gpu = re.fullmatch(rf"(?:([1-9]\d*)\W*x?\W*)?({'|'.join(_GPUS)})(?:(\W*x?\W*)([1-9]\d*))?", word)
+    if gpu and (found := _gpus(name, gpu[2], int(gpu[1] or gpu[4] or 1))) and not gpu[1] and gpu[3] in (None, "x"):
+        return found
     family, _, number = word.partition("-")
     if family in _TPUS and number.isdecimal():
         return _tpus(name, family, int(number))
@@ -186,8 +186,8 @@ def cpu() -> Chip:
 
 def _gpus(name: str, word: str, count: int) -> Slice:
     boxes, rest = divmod(count, _GPUS_OF_BOX) if count > _GPUS_OF_BOX else (1, 0)
-    if count < 1 or rest:
-        fix = f"Try {word}x{max(1, round(count / _GPUS_OF_BOX)) * _GPUS_OF_BOX}."
+    if rest:
+        fix = f"Try {word}x{round(count / _GPUS_OF_BOX) * _GPUS_OF_BOX}."
         raise UserError(f"{count} GPUs do not make whole boxes of {_GPUS_OF_BOX}", where="--on", fix=fix)
     variable = "XLA_CLIENT_MEM_FRACTION"
     try:
