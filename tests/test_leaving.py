@@ -38,15 +38,12 @@ with left_when_done():
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "status", "said"),
-    [
-        ("pass", 0, ""),
-        ("sys.exit(75)", 75, ""),
-        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
-        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
-    ],
-)
+@pytest.mark.parametrize(("end", "status", "said"), [
+    ("pass", 0, ""),
+    ("sys.exit(75)", 75, ""),
+    ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
+    ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+])  # fmt: skip
 def test_what_is_registered_is_done_and_nothing_after_it(end: str, status: int, said: str):
     ran = python(PROGRAM.replace("{end}", end))
     assert (ran.returncode, ran.stdout.splitlines()) == (status, ["thread", "handler"])
@@ -188,14 +185,11 @@ with StopSignals(), stop:
 """
 
 
-@pytest.mark.parametrize(
-    ("steps_to_lose", "number", "again", "status", "stacks"),
-    [
-        pytest.param(False, signal.SIGTERM, False, EXIT_PREEMPTED, False, id="nothing to save: at once"),
-        pytest.param(True, signal.SIGTERM, True, EXIT_PREEMPTED, True, id="after the grace"),
-        pytest.param(True, signal.SIGINT, True, 130, False, id="by hand: the second time"),
-    ],
-)
+@pytest.mark.parametrize(("steps_to_lose", "number", "again", "status", "stacks"), [
+    pytest.param(False, signal.SIGTERM, False, EXIT_PREEMPTED, False, id="nothing to save: at once"),
+    pytest.param(True, signal.SIGTERM, True, EXIT_PREEMPTED, True, id="after the grace"),
+    pytest.param(True, signal.SIGINT, True, 130, False, id="by hand: the second time"),
+])  # fmt: skip
 def test_native_code_that_does_not_end_is_left(steps_to_lose: bool, number: int, again: bool, status, stacks):
     known = "stop.steps_to_lose = True; " if steps_to_lose else ""
     process = begun(IN_NATIVE_CODE.replace("print", f"{known}print"), stderr=subprocess.PIPE)

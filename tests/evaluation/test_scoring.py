@@ -79,15 +79,11 @@ SWAPPED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("mesh", "replacements", "says"),
-    [
-        ({"fsdp": 2, "tensor": 2}, {}, False),
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, {}, True, marks=pytest.mark.full),
-        pytest.param({"data": 1, "fsdp": 2, "tensor": 2}, SWAPPED, True, marks=pytest.mark.full),
-    ],
-    ids=["scores", "default", "swapped"],
-)
+@pytest.mark.parametrize(("mesh", "replacements", "says"), [
+    ({"fsdp": 2, "tensor": 2}, {}, False),
+    pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, {}, True, marks=pytest.mark.full),
+    pytest.param({"data": 1, "fsdp": 2, "tensor": 2}, SWAPPED, True, marks=pytest.mark.full),
+], ids=["scores", "default", "swapped"])  # fmt: skip
 def test_a_sharded_model_scores_and_says_what_it_does_on_one_device(mesh, replacements, says):
     model = tiny_llama(scale=3.0)
     axes, abstract = logical_axes(model.graph), abstract_params(model.graph)

@@ -51,18 +51,14 @@ def apply_alone(moe, params, x, platform, key=KEY):
     return result.value, result.losses, result.metrics
 
 
-@pytest.mark.parametrize(
-    ("platform", "ffn", "key"),
-    [
-        ("cpu", {}, KEY),
-        ("tpu", {}, KEY),
-        ("tpu", {"experts": 5, "top_k": 1, "capacity_factor": 0.4}, KEY),
-        ("cpu", {"experts": 3, "capacity_factor": 1.0}, KEY),
-        ("cpu", {"capacity_factor": 0.5}, None),  # only training drops
-        pytest.param("cpu", {"experts": 2, "capacity_factor": 2.5}, KEY, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("platform", "ffn", "key"), [
+    ("cpu", {}, KEY),
+    ("tpu", {}, KEY),
+    ("tpu", {"experts": 5, "top_k": 1, "capacity_factor": 0.4}, KEY),
+    ("cpu", {"experts": 3, "capacity_factor": 1.0}, KEY),
+    ("cpu", {"capacity_factor": 0.5}, None),  # only training drops
+    pytest.param("cpu", {"experts": 2, "capacity_factor": 2.5}, KEY, marks=pytest.mark.full),
+], ids=str)  # fmt: skip
 def test_it_is_the_loop_over_tokens_and_experts(platform, ffn, key):
     moe, params = block_of(**ffn)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 7, 32)), jnp.float32)

@@ -40,19 +40,15 @@ RING = {"context_attention": "ring"}
 ON_THE_SEQUENCE = {"batch": ["data"], "sequence": ["fsdp", "context"], "residual": ["fsdp", "context", "tensor"]}
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes", "parallel", "sent"),
-    [
-        pytest.param("dense", {"data": 2}, {}, "all-reduce", marks=pytest.mark.full),
-        ("dense", {"fsdp": 2}, {}, "all-gather all-reduce"),
-        ("dense", {"tensor": 2}, {}, "all-reduce"),
-        ("dense", {"context": 2}, {}, "all-gather all-reduce"),
-        ("dense", {"context": 2}, RING, "all-reduce collective-permute"),
-        ("moe", {"expert": 2}, {}, "all-gather all-reduce all-to-all"),
-        ("dense", {"pipeline": 2}, {}, "all-gather all-reduce collective-permute"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "sizes", "parallel", "sent"), [
+    pytest.param("dense", {"data": 2}, {}, "all-reduce", marks=pytest.mark.full),
+    ("dense", {"fsdp": 2}, {}, "all-gather all-reduce"),
+    ("dense", {"tensor": 2}, {}, "all-reduce"),
+    ("dense", {"context": 2}, {}, "all-gather all-reduce"),
+    ("dense", {"context": 2}, RING, "all-reduce collective-permute"),
+    ("moe", {"expert": 2}, {}, "all-gather all-reduce all-to-all"),
+    ("dense", {"pipeline": 2}, {}, "all-gather all-reduce collective-permute"),
+], ids=str)  # fmt: skip
 def test_an_axis_of_two_sends_what_it_needs_and_computes_the_same(kind, sizes, parallel, sent):
     one = meshes.program(SMALL[kind], sizes, parallel=parallel)
     step = meshes.compiled(one)
@@ -92,20 +88,16 @@ def test_every_axis_alone_and_every_pair(sizes: dict[str, int], kind: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "sizes", "parallel", "more"),
-    [
-        # A window of 10 over parts of 8 positions: two of the three turns of the ring.
-        ("window", {"context": 4, "tensor": 2}, RING, {}),
-        # One row: weights are split over devices that share no row of the batch.
-        ("dense", {"fsdp": 2, "context": 2, "tensor": 2}, {"sharding": ON_THE_SEQUENCE}, {"rows": 1}),
-        ("capacity", {"data": 2, "expert": 2}, {}, {"micro_batches": 4, "rows": ROWS}),
-        ("dense", {"pipeline": 2, "context": 2, "data": 2}, RING, {}),
-        ("moe", {"pipeline": 2}, {"pipeline_rounds": 2, "remat": "dots"}, {}),
-        ("moe", {"pipeline": 2, "data": 2, "tensor": 2}, {"remat": "block"}, {"micro_batches": 2}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "sizes", "parallel", "more"), [
+    # A window of 10 over parts of 8 positions: two of the three turns of the ring.
+    ("window", {"context": 4, "tensor": 2}, RING, {}),
+    # One row: weights are split over devices that share no row of the batch.
+    ("dense", {"fsdp": 2, "context": 2, "tensor": 2}, {"sharding": ON_THE_SEQUENCE}, {"rows": 1}),
+    ("capacity", {"data": 2, "expert": 2}, {}, {"micro_batches": 4, "rows": ROWS}),
+    ("dense", {"pipeline": 2, "context": 2, "data": 2}, RING, {}),
+    ("moe", {"pipeline": 2}, {"pipeline_rounds": 2, "remat": "dots"}, {}),
+    ("moe", {"pipeline": 2, "data": 2, "tensor": 2}, {"remat": "block"}, {"micro_batches": 2}),
+], ids=str)  # fmt: skip
 def test_what_is_split_in_other_ways(kind: str, sizes: dict, parallel: dict, more: dict):
     model = {"window": meshes.graph("dense", window=10), "capacity": meshes.graph("moe", capacity_factor=1.0)}
     one = meshes.program(model.get(kind, MODELS.get(kind)), sizes, parallel=parallel, **more)
@@ -120,22 +112,18 @@ def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
     np.testing.assert_allclose(found, expected, rtol=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "parallel", "named"),
-    [
-        ({"pipeline": 3}, {}, r"4 layers of `blocks`.*3 stages.*`repeat: 3 or 6`"),
-        ({"pipeline": 2}, {"pipeline_rounds": 4}, "2 stages of 4 rounds.*`repeat: 8`"),
-        ({"pipeline": 2}, {"pipeline_micro_batches": 3}, "3 micro-batches.*2 or 4"),
-        ({"context": 3}, {}, "context of 32.*30 or 33"),
-        ({"fsdp": 3}, {}, "batch 8.*6 or 9"),
-        ({"fsdp": 2}, {"sharding": {"sequence": ["fsdp"]}}, "`batch` and `sequence`"),
-        ({"data": 16}, {}, "data 16 .* 8 devices"),
-        ({"data": "auto", "tensor": 3}, {}, "divide the 8"),
-        ({"data": "auto", "fsdp": "auto"}, {}, "one axis"),
-        ({"data": 1}, {"xla_flags": {"xla_cpu_faster": True}}, "'xla_cpu_faster'"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("sizes", "parallel", "named"), [
+    ({"pipeline": 3}, {}, r"4 layers of `blocks`.*3 stages.*`repeat: 3 or 6`"),
+    ({"pipeline": 2}, {"pipeline_rounds": 4}, "2 stages of 4 rounds.*`repeat: 8`"),
+    ({"pipeline": 2}, {"pipeline_micro_batches": 3}, "3 micro-batches.*2 or 4"),
+    ({"context": 3}, {}, "context of 32.*30 or 33"),
+    ({"fsdp": 3}, {}, "batch 8.*6 or 9"),
+    ({"fsdp": 2}, {"sharding": {"sequence": ["fsdp"]}}, "`batch` and `sequence`"),
+    ({"data": 16}, {}, "data 16 .* 8 devices"),
+    ({"data": "auto", "tensor": 3}, {}, "divide the 8"),
+    ({"data": "auto", "fsdp": "auto"}, {}, "one axis"),
+    ({"data": 1}, {"xla_flags": {"xla_cpu_faster": True}}, "'xla_cpu_faster'"),
+], ids=str)  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(sizes: dict, parallel: dict, named: str):
     program = functools.partial(meshes.program, meshes.graph("dense"), sizes, parallel=parallel)
     call = program().compile_training if "xla_flags" in parallel else program  # XLA alone knows its options
@@ -167,18 +155,14 @@ def test_auto_takes_the_devices_that_are_left_and_one_host_may_leave_some():
     assert mesh(data=2).size == 2
 
 
-@pytest.mark.parametrize(
-    ("axes", "expected"),
-    [
-        (("embed", "ffn"), P("fsdp", "tensor")),
-        (("ffn", "embed"), P("tensor", "fsdp")),
-        (("batch", "sequence", "embed"), P(("data", "fsdp"))),  # the rows have fsdp first
-        (("layers", "embed", "heads", "head_dim"), P(None, "fsdp", "tensor")),
-        (("vocab", "ffn"), P("tensor")),  # tensor splits once
-        ((None, "head_dim"), P()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("axes", "expected"), [
+    (("embed", "ffn"), P("fsdp", "tensor")),
+    (("ffn", "embed"), P("tensor", "fsdp")),
+    (("batch", "sequence", "embed"), P(("data", "fsdp"))),  # the rows have fsdp first
+    (("layers", "embed", "heads", "head_dim"), P(None, "fsdp", "tensor")),
+    (("vocab", "ffn"), P("tensor")),  # tensor splits once
+    ((None, "head_dim"), P()),
+], ids=str)  # fmt: skip
 def test_the_table(axes: tuple, expected: P):
     assert MeshLayout(mesh(data=2, fsdp=2, tensor=2)).spec(axes) == expected
     assert MeshLayout(mesh(pipeline=1)).spec(axes) == P(), "axes of size one are left out"

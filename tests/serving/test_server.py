@@ -118,28 +118,24 @@ def test_lm_evals_own_client_gives_the_scores_of_our_backend(served: Running, tm
 LONG = [{"role": "user", "content": "long " * CONTEXT}]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "status", "named"),
-    [
-        ({"model": "gpt"}, 404, "gpt"),
-        ({"messages": LONG}, 400, "95"),
-        ({"temperature": -1}, 400, "temperature"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"n": 5}, 400, "4 choices"),  # two at once, and two that wait
-        ({"n": 10**15}, 400, "4 choices"),
-        ({"extra_body": {"response_format": {"type": "json_object"}}}, 400, "response_format"),
-        ({"stop": ["x"] * 17}, 400, "stop"),
-        ({"top_logprobs": 21}, 400, "top_logprobs"),
-        ({"extra_body": {"guided_json": {"type": "object"}}}, 400, "guided_json"),
-        ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens"),
-        ({"extra_body": {"repetition_penalty": 1.0, "skip_special_tokens": False}}, 400, "skip_special_tokens"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
-        ({"messages": MESSAGES[::-1]}, 400, "message 2"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": "x" * 2**20}]}, 413, "1,048,576 bytes"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("wrong", "status", "named"), [
+    ({"model": "gpt"}, 404, "gpt"),
+    ({"messages": LONG}, 400, "95"),
+    ({"temperature": -1}, 400, "temperature"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"n": 5}, 400, "4 choices"),  # two at once, and two that wait
+    ({"n": 10**15}, 400, "4 choices"),
+    ({"extra_body": {"response_format": {"type": "json_object"}}}, 400, "response_format"),
+    ({"stop": ["x"] * 17}, 400, "stop"),
+    ({"top_logprobs": 21}, 400, "top_logprobs"),
+    ({"extra_body": {"guided_json": {"type": "object"}}}, 400, "guided_json"),
+    ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens"),
+    ({"extra_body": {"repetition_penalty": 1.0, "skip_special_tokens": False}}, 400, "skip_special_tokens"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+    ({"messages": MESSAGES[::-1]}, 400, "message 2"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 2**20}]}, 413, "1,048,576 bytes"),
+], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")  # fmt: skip
 def test_what_cannot_be_done_is_refused_in_openais_form(client: openai.OpenAI, wrong: dict, status: int, named: str):
     with pytest.raises(openai.APIStatusError, match=named) as told:
         client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES} | wrong)

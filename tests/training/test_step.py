@@ -49,16 +49,12 @@ def expected() -> list[dict[str, float]]:
     return run(8)[1]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "micro_batches"),
-    [
-        (ONE, 4),
-        ({"fsdp": 2, "tensor": 2}, 2),
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, 1, marks=pytest.mark.full),
-        pytest.param({"fsdp": 8}, 1, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("mesh", "micro_batches"), [
+    (ONE, 4),
+    ({"fsdp": 2, "tensor": 2}, 2),
+    pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, 1, marks=pytest.mark.full),
+    pytest.param({"fsdp": 8}, 1, marks=pytest.mark.full),
+], ids=str)  # fmt: skip
 def test_steps_on_any_mesh_equal_those_on_one_device(mesh: dict[str, int], micro_batches: int, expected):
     tiny.assert_close(run(8, mesh, gradient_accumulation_steps=micro_batches)[1], expected)
 
