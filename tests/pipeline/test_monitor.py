@@ -17,6 +17,7 @@ from scipy.stats import binomtest
 import tiny
 import tiny_run
 from affinage.config.load import load_recipe
+from affinage.data.dataloader import DataLoader
 from affinage.errors import UserWarned
 from affinage.evaluation.run import evaluate
 from affinage.generation.engine import LoadedModel
@@ -28,7 +29,7 @@ from affinage.report.facts import read_training
 from affinage.results import TrainingResult
 from affinage.training.state import TrainState
 from choice_task import sums, write_task
-from run_affinage import refused, run
+from run_affinage import refused, run, set_words
 from source_forms import write_lines
 from tiny_models import tiny_llama
 
@@ -118,10 +119,11 @@ def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_p
     assert right_items(items) == [1, 1, 0] and right_items([{"id": 0, "bleu": 0.5}]) is None
 
 
-def test_a_training_ends_when_its_rows_were_seen_often_enough_or_is_warned_of():
-    """With the schedule."""
+def test_a_training_ends_when_its_rows_were_seen_often_enough_or_is_warned_of(tiny_runs: Path, answer):
+    """With the schedule; and a plan says the same."""
     loaded = load_recipe(TINY, ["sft.steps=500", "sft.num_epochs=2", "sft.schedule.warmup_steps=50"]).recipe
-    feed: Any = SimpleNamespace(epochs=lambda steps: {"much": steps / 100, "few": steps / 10})
+    feed: Any = DataLoader.__new__(DataLoader)
+    feed.epochs = lambda steps: {"much": steps / 100, "few": steps / 10}
     with pytest.warns(UserWarned, match=r"sft makes 20 of 500 steps.*set sft.num_epochs=50, or null"):
         fitted = within_epochs(loaded.sft, feed, "sft")
     assert (fitted.steps, fitted.schedule.warmup_steps) == (20, 2)
@@ -130,6 +132,17 @@ def test_a_training_ends_when_its_rows_were_seen_often_enough_or_is_warned_of():
         feed = SimpleNamespace(epochs=lambda steps, often=often: {"much": 1.0, "few": often})
         with seen:
             assert within_epochs(loaded.pretrain, feed, "pretrain") == loaded.pretrain
+    often, half = ["pretrain.steps=6000", "pretrain.mixture={fr: 1}"], ["sft.steps=500", "sft.num_epochs=0.5"]
+    words = "plan", "tiny", "--runs", str(tiny_runs), "--on", "v5e-1"
+    for name, rows, given in (("pretrain", "tokenize", often), ("sft", "sft-data", half)):
+        told, asked = answer(*words, "--training", name, *set_words(*given)), load_recipe(TINY, given).recipe
+        mixture = [(0, {"fr": 1})] if name == "pretrain" else None
+        feed = DataLoader(tiny_runs / "tiny" / rows / "train", seed=0, batch=8, mixture=mixture)
+        with pytest.warns(UserWarned, match=told["warnings"][0].partition(":")[0]):
+            steps = within_epochs(getattr(asked, name), feed, name).steps
+        assert told["facts"]["steps"] == steps and told["facts"]["epochs"] == max(feed.epochs(steps).values())
+    # Of a mixture of other rows, which are still to be made.
+    assert answer(*words, *set_words("pretrain.mixture={elsewhere: 1}"))["facts"]["epochs"] is None
 
 
 # ---- pretraining

@@ -21,7 +21,7 @@ from affinage.pipeline.models import MODEL, is_chat, locate, made_from, resolve,
 from affinage.pipeline.opening import import_model, open_model, trained_params
 from affinage.pipeline.store import MANIFEST
 from affinage.results import read_json_lines
-from run_affinage import refused, run
+from run_affinage import refused, run, set_words
 from tiny_models import CONTEXT, tiny_llama
 from tiny_run import RECIPE
 
@@ -199,7 +199,7 @@ CONSTANT = "pretrain.schedule.name=constant"  # a longer run has the same rates
 LONGER = ["name=longer", "pretrain.resume_from=runs/short/pretrain", "pretrain.steps=14", CONSTANT]
 
 
-def test_an_extension_continues_a_run_which_stays_as_it_is(own_runs: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_extension_continues_a_run_which_stays_as_it_is(own_runs: Path, monkeypatch: pytest.MonkeyPatch, answer):
     monkeypatch.chdir(own_runs.parent)
     run("train", RECIPE, settings=["name=short", "pretrain.steps=10", CONSTANT])
     old = Path("runs/short/pretrain").resolve()
@@ -211,6 +211,8 @@ def test_an_extension_continues_a_run_which_stays_as_it_is(own_runs: Path, monke
     lines = read_json_lines(Path("runs/longer/pretrain/metrics.jsonl"))
     assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 14]
     assert Path("runs/longer/tokenize").resolve() == Path("runs/short/tokenize").resolve()
+    told = answer("plan", str(RECIPE), *set_words(*LONGER))
+    assert told["begun"] == 10 and told["seconds"] * told["tokens_per_second"] == pytest.approx(4 * 8 * 64)
 
     def sources(*words: str) -> dict[str, str]:
         steps = build_steps(load_recipe(RECIPE, [*LONGER, *words]))

@@ -13,6 +13,7 @@ from affinage.planning.estimate import links_of
 from affinage.planning.plan import Plan, make_plan, planned_graph
 
 SMALL = str(Path(__file__).with_name("small.yaml"))
+TUNED = "{steps: 50, batch_size: 8, sources: [chats.jsonl], schedule: {peak_lr: 1.0e-4, min_lr: 0}, seq_len: 256}"
 
 
 def planned(recipe: str, *overrides: str) -> tuple[Recipe, Graph]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_plans import SMALL, blocks_of, links, plan_of, planned
+from small_plans import SMALL, TUNED, blocks_of, links, plan_of, planned
 
 import tiny_graphs
 from affinage.config.load import load_recipe
@@ -55,9 +55,6 @@ def test_weights_and_moments_are_the_bytes_of_the_real_state(tmp_path):
     planned = memory(mesh, chosen)
     found = planned.weights, planned.frozen, planned.optimizer
     assert found == state_of(GRAPH, chosen, mesh, CONTEXT, tmp_path)
-
-
-TUNED = "{steps: 50, batch_size: 8, sources: [chats.jsonl], schedule: {peak_lr: 1.0e-4, min_lr: 0}, seq_len: 256}"
 
 
 def tuned(stage: str, *changes: str, on: str = "v4-8") -> Plan:

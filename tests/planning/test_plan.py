@@ -1,14 +1,17 @@
 """`affinage plan` as its user sees it, what it warns of, and what it proposes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from small_plans import SMALL, blocks_of, plan_of, planned
+from small_plans import SMALL, TUNED, blocks_of, plan_of, planned
 
 from affinage.config.load import load_recipe
+from affinage.config.recipe import CheckpointSettings
 from affinage.errors import EXIT_USER_ERROR
 from affinage.hardware.chips import find_slice
+from affinage.pipeline.models import checkpoint_count
 from affinage.planning.compiled import CompileReport, capacity, compile_on, shape
 from affinage.planning.estimate import present
 from affinage.planning.plan import NEARLY_FULL, compare, default_slice, make_plan
@@ -24,6 +27,14 @@ def test_time_money_and_utilisation_are_of_one_step():
     assert made.mfu == pytest.approx(made.facts.flops / 100 / made.time.seconds / (4 * 275e12))
     # Nothing multiplies faster than the table says.
     assert 0 < made.mfu < made.where.chip.achievable
+    for cost, text in ((1234.5, "$1,234 at"), (0.0812, "$0.081 at"), (0.000129, "$0.00013 at"), (0.0, "$0 at")):
+        assert text in replace(made, cost=cost).outcome
+
+
+def test_checkpoints_that_stay_are_counted_with_the_one_that_is_being_saved():
+    for keep_every, begun, steps, count in ((None, 0, 200, 4), (80, 0, 2000, 27), (40, 0, 200, 5), (40, 80, 300, 6)):
+        rules = CheckpointSettings(every_steps=40, keep_last=3, keep_every=keep_every)
+        assert checkpoint_count(rules, begun, steps) == count
 
 
 def test_a_price_is_that_of_the_chips_it_was_given_for():
@@ -56,6 +67,7 @@ def test_a_price_by_set_is_of_the_chips_of_on_and_a_base_has_none_for_the_slice_
     ("v5e-1", ("pretrain.batch_size=4096", "mesh={fsdp: 1}"), "--search", True),
     ("v4-8", ("pretrain.per_device_batch_size=8",), "rows a device", True),
     ("v4-8", ("pretrain.per_device_batch_size=8", "hardware.slice=v4-8"), "rows a device", False),
+    ("v4-8", (f"sft={TUNED}", "pretrain=null"), "num_epochs: 1 may end sft earlier", True),
 ], ids=str)  # fmt: skip
 def test_what_could_be_better_is_warned_of(name, given, word, warned):
     assert any(word in warning for warning in plan_of(SMALL, name, *given).warnings) == warned
@@ -86,6 +98,8 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token(affinage,
     told = affinage("plan", SMALL, "--which", *set_words("pretrain.batch_size=1024"))[1]
     table = told.partition("\nrefused")[0].splitlines()[2:]
     assert max(map(len, table)) <= 80 and {"tokens", "price", "cost"} <= {*table[0].split()}
+    told = affinage("plan", SMALL, "--which", *set_words("mesh={fsdp: 1}"))[1]
+    assert "refused: v4-8, h100x4, v6e-4, v4-4096\n  v4-8: the mesh" in told and told.count("Let one axis") == 1
     assert "52.43M" in table[1] and table[-1].split()[-4:] == ["–", "1.2", "–", "–"], "no cost of what does not fit"
 
 
@@ -167,7 +181,9 @@ def test_a_search_that_finds_nothing_names_why(name, overrides, named):
     refused(search, *planned(SMALL, *overrides), find_slice(name), 3, match=named)
 
 
-def test_where_nothing_leaves_a_tenth_what_fits_nearly_is_proposed_and_said_so(affinage, monkeypatch):
+def test_where_nothing_leaves_a_tenth_what_fits_nearly_is_proposed_and_said_so(affinage, answer, monkeypatch):
+    best = answer("plan", SMALL, "--on", "v4-8", "--search", *set_words(*TINY))["best"]
+    assert len(best) == 3 and best[0]["fits"] == "yes" and best[0]["settings"]["mesh"]
     for module in ("plan", "search"):
         monkeypatch.setattr(f"affinage.planning.{module}.NEARLY_FULL", 0.0)
     status, out, _ = affinage("plan", SMALL, "--on", "v5e-1", "--search", *set_words(*TINY))
@@ -191,11 +207,6 @@ def test_the_lines_to_paste_and_the_overrides_are_the_settings():
     set_again = load_recipe(SMALL, ["mesh={tensor: 2}", *candidate.overrides(recipe)]).recipe
     assert dict(set_again.mesh) == {**recipe.mesh, **pasted["mesh"]} and set_again.parallel.remat == "block"
     assert set_again.pretrain.gradient_accumulation_steps == 2
-
-
-def test_the_verb_speaks_json(answer):
-    best = answer("plan", SMALL, "--on", "v4-8", "--search", *set_words(*TINY))["best"]
-    assert len(best) == 3 and best[0]["fits"] == "yes" and best[0]["settings"]["mesh"]
 
 
 @pytest.mark.full

@@ -1,9 +1,12 @@
 """The verb `plan`: whether a run fits a slice, how long it takes and what it costs, before the slice is rented."""
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.model import Graph
     from affinage.planning.compiled import CompileReport
-    from affinage.planning.plan import Training
+    from affinage.planning.plan import Plan, Training
 
 _ON = "By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu."
 
@@ -58,20 +61,24 @@ def plan(
     from affinage.planning.search import curve as scaled
 
     where = named or default_slice(planned.loaded.recipe)
-    view: list[Any] | None = None
     if which:
         with working("planning"):
             plans, refused = compare(planned.loaded.recipe, planned.graph)
+            plans = [planned.make(made.recipe, planned.graph, made.where) for made in plans]
         errors = [{"slice": slice.name, "error": error.what, "fix": error.fix} for slice, error in refused]
         facts = {"plans": [made.row() for made in plans], "refused": errors}
-        view = [f"{planned.loaded.recipe.name}; price: US dollars per chip and hour{REMEMBERED}\n"]
-        view += [table([made.brief() for made in plans]), *described({"refused": errors})]
+        view: Any = [f"{planned.loaded.recipe.name}; price: US dollars per chip and hour{REMEMBERED}\n"]
+        view.append(table([made.brief() for made in plans]))
+        for _, (first, *others) in groupby(errors, lambda row: re.sub(r"\d+", "", row["error"])):
+            alike = ", ".join(row["slice"] for row in (first, *others))
+            view.append(f"\nrefused: {alike}\n  {first['slice']}: {first['error']}\n  {first['fix']}")
     elif curve:
         points = scaled(planned.loaded.recipe, planned.graph, curve, where)
+        points = [(planned.make(made.recipe, planned.graph, made.where), efficiency) for made, efficiency in points]
         facts = {"curve": [made.row() | {"of_ideal": efficiency} for made, efficiency in points]}
         view = [table([made.brief() | {"of ideal": efficiency} for made, efficiency in points])]
     elif width is not None:
-        facts = _capacity(planned, where, width, tries)
+        facts, view = _capacity(planned, where, width, tries), None
     elif search:
         facts, view = _search(planned, where, compile_step)
     else:
@@ -88,7 +95,7 @@ class _Planned:
     overrides: list[str]
     loaded: "LoadedRecipe"
     graph: "Graph"
-    data_tokens: int | None
+    make: "Callable[..., Plan]"  # `make_plan`, with what is known of its rows and of the steps that are made already
     extent: str  # what of the recipe is planned, and what is not
 
     def compiled(self, where: Slice, overrides: Sequence[str] = ()) -> "CompileReport":
@@ -104,10 +111,9 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     # Before JAX is imported, so that mistakes are found at once.
     loaded, of_run = load(name, overrides, runs, lenient=True)
     from affinage.config.load import load_recipe
-    from affinage.pipeline.models import RECIPE, ROWS
-    from affinage.planning.plan import only, planned_graph, training_settings
+    from affinage.pipeline.models import RECIPE, extended, feeds_of
+    from affinage.planning.plan import make_plan, only, planned_graph, training_settings
     from affinage.registry import load_plugins
-    from affinage.results import SequencesResult, read_result
     from affinage.training.optimizer import check_choices
 
     run = of_run or runs / loaded.recipe.name
@@ -123,20 +129,20 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     load_plugins(loaded)
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
-    packed = read_result(run / ROWS[section], SequencesResult)
-    tokens = packed.train.tokens if packed else None
-    others = ["the data"] if loaded.recipe.data is not None and tokens is None else []
+    feeds, extends = feeds_of(loaded, section, run), extended(loaded, section)
+    others = ["the data"] if loaded.recipe.data is not None and feeds is None else []
     others += [f"{each} (--training {each})" for each in loaded.recipe.trainings if each != section]
     extent = f"planned: {section}" + (f"; not planned: {', '.join(others)}" if others else "")
-    return _Planned(name, file, changed, loaded, planned_graph(loaded), tokens, extent)
+    make = partial(make_plan, feed_of=feeds, begun=extends[1] if extends else 0)
+    return _Planned(name, file, changed, loaded, planned_graph(loaded), make, extent)
 
 
 def _one(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str, Any], list[Any]]:
     """The plan for one slice, with the compiler's report where the step is compiled, and the text of both."""
-    from affinage.data.dataloader import repetition
-    from affinage.planning.plan import FITTING, heading, make_plan
+    from affinage.pipeline.models import checkpoint_count
+    from affinage.planning.plan import FITTING, heading
 
-    made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens)
+    made = planned.make(planned.loaded.recipe, planned.graph, where)
     report = planned.compiled(where) if compile_step else None
     facts = made.to_dict() | ({"compiled": vars(report)} if report else {})
     where, memory, time = made.where, made.memory, made.time
@@ -146,20 +152,14 @@ def _one(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str,
     if not fits:
         view.append(made.misfit or f"does not fit, by the compiler; {FITTING}")
     view.append(f"{planned.extent}\n")
-    disk = made.save_bytes * (made.recipe.runtime.checkpoint.keep_last + 1)
-    view += described(asdict(made.facts) | {"checkpoint_bytes": made.save_bytes, "all_checkpoints_bytes": disk})
-    if made.facts.epochs is not None and (advice := repetition(made.facts.epochs)):
-        view.append(f"{made.section} {advice}")
-    parts = [
-        {"part": name.replace("_", " "), "takes": memory_text(size)} for name, size in vars(memory).items() if size
-    ]
-    nodes = [
-        vars(node) | {"takes": node.seconds, "seconds": None, "flops": None} for node in time.nodes if node.seconds
-    ]
-    nodes += [
-        {"name": name, "takes": takes} for name in ("update", "adding", "bubble") if (takes := getattr(time, name))
-    ]
-    nodes.append({"name": "step", "takes": time.seconds, "bound": time.bound})
+    count = checkpoint_count(made.recipe.runtime.checkpoint, made.begun, made.facts.steps)
+    disk = {"checkpoint_bytes": made.save_bytes, "all_checkpoints_bytes": count * made.save_bytes}
+    view += described(asdict(made.facts) | disk)
+    sizes, others = vars(memory).items(), {name: getattr(time, name) for name in ("update", "adding", "bubble")}
+    parts = [{"part": name.replace("_", " "), "takes": memory_text(size)} for name, size in sizes if size]
+    nodes = [vars(node) | {"takes": node.seconds} | dict.fromkeys(("seconds", "flops")) for node in time.nodes]
+    nodes += [{"name": name, "takes": takes} for name, takes in others.items()]
+    nodes = [node for node in nodes if node["takes"]] + [{"name": "step", "takes": time.seconds, "bound": time.bound}]
     view += described({"memory of a device": parts, "seconds of a step": nodes if fits else []})
     room = f"{memory_text(memory.total)} of the {memory_text(made.capacity)} that a program may take"
     view.append(f"\nestimate: {'fits' if made.fits else 'does not fit'}, {room}")
@@ -193,7 +193,8 @@ def _search(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[s
     recipe, best, shown, paste = planned.loaded.recipe, list[dict[str, Any]](), list[dict[str, Any]](), ""
     with working("searching") as progress:
         found, candidates, estimated = search(recipe, planned.graph, where, progress=progress)
-    for candidate, made in found:
+    for candidate, estimate in found:
+        made = planned.make(estimate.recipe, planned.graph, where)
         parts = {"micro_batches": candidate.micro_batches, "remat": candidate.remat}
         report = planned.compiled(where, candidate.overrides(recipe)) if compile_step else None
         compiled = {"compiler": report and _verdict(report)}

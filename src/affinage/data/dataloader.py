@@ -3,6 +3,7 @@
 A mixture gives groups of rows weights, in stages; which group a draw takes is a function of the step alone, too.
 """
 
+import bisect
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Integer
 
+from affinage.config.training import TrainSettings
 from affinage.data.code_points import kernel
 from affinage.data.order import permuted
 from affinage.data.special_tokens import MARKS, Marks
@@ -170,6 +172,11 @@ def components_of(weights: Weights, groups: Mapping[str, Group]) -> dict[Compone
 # ---- loaders ----
 
 
+def mixture_of(settings: TrainSettings) -> Mixture | None:
+    """Return the mixture of a training's settings."""
+    return None if settings.mixture is None else [(each.from_step, each.weights) for each in settings.mixture]
+
+
 class DataLoader:
     """Endless shuffled batches from one or several folders of token shards, all of one context.
 
@@ -239,6 +246,10 @@ class DataLoader:
             for name in component:
                 epochs[name] += position / int(self._starts[component][-1])
         return epochs
+
+    def steps_within(self, most: float, steps: int) -> int:
+        """Return how many of the first `steps` steps read no folder more than `most` times; at least 1."""
+        return max(1, bisect.bisect(range(1, steps + 1), most, key=lambda step: max(self.epochs(step).values())))
 
     def batches(self, first: int, count: int, part: int = 0, parts: int = 1) -> list[Batch]:
         """Return the batches of `count` steps from `first` on, or of each the part of process `part` of `parts`.

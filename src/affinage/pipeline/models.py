@@ -5,6 +5,7 @@ A name is a path, a run, or a packaged recipe. A run is named `NAME[/STEP][@N]`:
 last training. Nothing here trains or imports JAX; `affinage.pipeline.opening` loads the models.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,10 +13,12 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from affinage.config.load import LoadedRecipe, find_recipe, load_recipe, packaged_recipes
+from affinage.config.recipe import CheckpointSettings
 from affinage.errors import UserError, did_you_mean
 from affinage.fingerprints import fingerprints
 from affinage.pipeline.store import Store, read_manifest, read_request
@@ -383,8 +386,30 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
     path, _, step = named.partition("@")
     folder = loaded.beside(path, (section, "resume_from"))
     steps = CheckpointStore(folder / "checkpoints").steps()
+    where, last = loaded.locate((section, "resume_from")), getattr(loaded.recipe, section).steps
     if folder.parent.name == loaded.recipe.name or not steps or (step and step not in map(str, steps)):
         what, listed = f"there is no checkpoint `{named}` of another run", ", @".join(map(str, steps)) or "STEP"
         fix = f"Name a training of another run, runs/NAME/{section}, or one of its steps: @{listed}."
-        raise UserError(what, where=loaded.locate((section, "resume_from")), fix=fix)
-    return folder.resolve(), int(step) if step else steps[-1]
+        raise UserError(what, where=where, fix=fix)
+    if (begun := int(step or steps[-1])) >= last:
+        raise UserError(f"it has made {begun} of the {last} steps", where=where, fix=f"Set {section}.steps to more.")
+    return folder.resolve(), begun
+
+
+def checkpoint_count(rules: CheckpointSettings, begun: int, steps: int) -> int:
+    """How many checkpoints a training from step `begun` to `steps` has at once, at most, without saves by the clock."""
+    from affinage.checkpoint.store import kept_steps
+
+    saved = range((begun // rules.every_steps + 1) * rules.every_steps, steps, rules.every_steps)
+    return 1 + max(rules.keep_last, len(kept_steps(saved, rules.keep_last, rules.keep_every)))
+
+
+def feeds_of(loaded: LoadedRecipe, section: str, run: Path) -> Callable[[int], Any] | None:
+    """What opens a `DataLoader` of a run's rows for a batch size; None where there are none for this training."""
+    from affinage.data.dataloader import DataLoader, mixture_of
+
+    rows, mixture = run / ROWS[section], mixture_of(getattr(loaded.recipe, section))
+    feed = cache(lambda batch: DataLoader(rows / "train", seed=loaded.recipe.seed, batch=batch, mixture=mixture))
+    with contextlib.suppress(UserError):  # the mixture is of other sources than these
+        return feed if read_manifest(rows) is not None and feed(1) else None
+    return None

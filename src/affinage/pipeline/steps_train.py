@@ -1,6 +1,5 @@
 """The training steps: pretraining, fine-tuning, and direct preference optimization, and their checks."""
 
-import bisect
 import shutil
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.remote import Uploader, download
 from affinage.cluster.processes import Processes
 from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.dataloader import DataLoader, Mixture, ValidationRows, repetition, stages_of
+from affinage.data.dataloader import DataLoader, ValidationRows, mixture_of, repetition, stages_of
 from affinage.data.token_shards import find_shard_folders
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
@@ -168,7 +167,7 @@ def _token_rows(
 ) -> tuple[DataLoader, dict[str, ValidationRows]]:
     """The batches of a training and its held-out rows; what finds a step's rows again is written down."""
     batch, seed = rows_per_step(settings, make_mesh(mesh_of(context.recipe), acquire()).size), context.recipe.seed
-    mixture = _mixture_of(settings)
+    mixture = mixture_of(settings)
     feed = DataLoader(rows / "train", seed=seed, batch=batch, mixture=mixture)
     if Processes.current.first:
         facts = {"rows": rows.name, "seed": seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
@@ -176,10 +175,6 @@ def _token_rows(
     rows_at_once = batch // settings.gradient_accumulation_steps  # a micro-batch is what fits in memory
     opened = partial(ValidationRows, batch=rows_at_once, limit=settings.eval_sequences)
     return feed, {name: opened(path) for name, path in find_shard_folders(rows / "validation").items()}
-
-
-def _mixture_of(settings: TrainSettings) -> Mixture | None:
-    return None if settings.mixture is None else [(each.from_step, each.weights) for each in settings.mixture]
 
 
 def within_epochs(
@@ -193,9 +188,7 @@ def within_epochs(
         if (advice := repetition(max(feed.epochs(settings.steps).values()))) and Processes.current.first:
             warnings.warn(f"{where} {advice}", UserWarned, stacklevel=2)
         return settings
-    # The last step after which no source was read more often.
-    most, possible = settings.num_epochs or float("inf"), range(1, settings.steps + 1)
-    steps = max(1, bisect.bisect(possible, most, key=lambda step: max(feed.epochs(step).values())))
+    steps = feed.steps_within(most := settings.num_epochs or float("inf"), settings.steps)
     if steps == settings.steps:
         return settings
     if Processes.current.first:
@@ -219,13 +212,10 @@ def check_training(context: StepContext, name: str) -> None:
     with located(loaded, name):
         advice = [*never_begun(settings, name)]
         if isinstance(settings, TuningSettings):
-            stages_of({source.title: (source.title, "") for source in settings.sources}, _mixture_of(settings), 1)
+            stages_of({source.title: (source.title, "") for source in settings.sources}, mixture_of(settings), 1)
         elif recipe.data is not None:
             advice += check_weights(loaded, settings, recipe.data)
         if extension is not None:
-            if settings.steps <= (made := extension[1]):
-                fix = f"Set {name}.steps to more."
-                raise UserError(f"it has made {made} of the {settings.steps} steps", where="resume_from", fix=fix)
             advice += lifted_rate(settings, name, *extension)
         for each in advice if context.step == name else ():
             warnings.warn(each, UserWarned, stacklevel=2)

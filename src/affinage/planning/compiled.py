@@ -87,8 +87,7 @@ def compile_on(recipe: str, overrides: Sequence[str], where: Slice) -> CompileRe
     environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": paths}
     if where.platform == "gpu":
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_AUTOTUNING}".strip()
-    request = json.dumps([recipe, list(overrides), where.name])
-    command = [sys.executable, "-m", "affinage.planning.compiled", request]
+    command = [sys.executable, "-m", "affinage.planning.compiled", json.dumps([recipe, list(overrides), where.name])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the compiler's process ended with {done.returncode}:\n{done.stderr[-4000:]}")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import jax
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Claims, Recipe
 from affinage.config.training import DpoSettings, ParallelSettings, TrainSettings
+from affinage.data.dataloader import DataLoader, repetition
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.chips import COMPARED, GiB, Slice, find_slice, memory_text, slice_of
@@ -23,6 +24,7 @@ from affinage.planning.trace import padding
 from affinage.training.state import split_params
 
 Training = Literal["pretrain", "sft", "dpo"]
+Feeds = Callable[[int], DataLoader]  # a training's rows, for a batch size
 NEARLY_FULL = 0.9
 REMEMBERED = " (remembered in 2025; set hardware.price)"
 FITTING = "find settings that fit with --search, or a slice with --which"
@@ -54,14 +56,15 @@ class Facts:
     flops: int  # of the whole training, counted node by node (see `affinage.model.graph`)
     flops_by_rule: int  # 6 N D (Kaplan et al., 2020), with the active parameters
     data_tokens: int | None  # of the training data, None if they are not known
-    epochs: float | None  # passes over the data
+    epochs: float | None  # passes over the data, of a mixture over the source that is read most often
 
 
-def facts_of(graph: Graph, settings: TrainSettings, rows: int, context: int, data_tokens: int | None = None) -> Facts:
+def facts_of(graph: Graph, settings: TrainSettings, rows: int, context: int, feed: DataLoader | None = None) -> Facts:
     """The figures of a training with `rows` sequences of `context` tokens in a step."""
     steps, total, active = settings.steps, parameters(graph).total, parameters(graph).active
     tokens, flops = steps * rows * context, split_params(graph, settings).step_flops(rows, context) * steps
-    epochs = tokens / data_tokens if data_tokens else None
+    epochs = max(feed.epochs(steps).values()) * context / feed.context if feed else None
+    data_tokens = sum(shards.facts["tokens"] for shards in feed.shards.values()) if feed else None
     ratio, by_rule = tokens / active, 6 * active * tokens
     return Facts(steps, rows, context, tokens, total, active, ratio, flops, by_rule, data_tokens, epochs)
 
@@ -77,15 +80,16 @@ class Plan:
     memory: Memory  # of one device
     time: StepTime  # of one step
     facts: Facts
+    begun: int  # steps that another training has made, which this one continues
     contradictions: dict[str, str]  # of the recipe's claims, by their keys
     price: float | None  # US dollars per chip and hour, None if it is not known
     capacity: int  # bytes that a program may take on one device
     fits: bool  # the estimate stays below the capacity
     nearly_full: bool  # it fits by less than estimates are sometimes off
-    seconds: float  # of all steps; validation, checkpoints and compilation are not in it
+    seconds: float  # of the steps that are left; validation, checkpoints and compilation are not in it
     tokens_per_second: float  # of all devices together
     mfu: float | None  # share of the datasheet's bfloat16 peak, by the convention of `affinage.model.graph`
-    cost: float | None  # US dollars of the whole training
+    cost: float | None  # US dollars of these seconds
     cost_per_billion: float | None  # of 1e9 tokens, by which slices compare even if their number decides over the batch
     save_bytes: int  # of one checkpoint of the training
 
@@ -104,9 +108,11 @@ class Plan:
     def outcome(self) -> str:
         """Speed, time and cost in one line."""
         mfu = "" if self.mfu is None else f", an MFU of {self.mfu:.0%}"
-        source = "" if self.price == self.recipe.hardware.price else REMEMBERED
-        cost = "" if self.cost is None else f", ${self.cost:,.0f} at ${self.price:,.2f} per chip and hour{source}"
-        return f"{self.tokens_per_second:,.0f} tokens/s{mfu}; {duration(self.seconds)} in total{cost}"
+        note = "" if self.price == self.recipe.hardware.price else REMEMBERED
+        digits = max(0, 1 - math.floor(math.log10(self.cost or 10)))
+        cost = "" if self.cost is None else f", ${self.cost:,.{digits}f} at ${self.price:,.2f} per chip and hour{note}"
+        steps = f"for steps {self.begun + 1:,} to {self.facts.steps:,}" if self.begun else "in total"
+        return f"{self.tokens_per_second:,.0f} tokens/s{mfu}; {duration(self.seconds)} {steps}{cost}"
 
     def row(self) -> dict[str, Any]:
         """What a table of plans has of one; JSON-able."""
@@ -140,12 +146,18 @@ class Plan:
         unrolled = any(node.hidden and not node.scans("gpu") for node in device.graph.nodes)
         if self.where.platform == "gpu" and unrolled and device.parallel.remat == "block":
             yield "remat `block`: a GPU's compiler took up to four times the estimated memory: check it with --compile"
-        each, own = getattr(self.recipe, self.section).per_device_batch_size, _own_slice(self.recipe)
+        settings, steps, epochs = getattr(self.recipe, self.section), self.facts.steps, self.facts.epochs
+        most = getattr(settings, "num_epochs", None)
+        if steps < settings.steps:
+            yield f"{self.section} makes {steps:,} of {settings.steps:,} steps: num_epochs: {most:g} allows no more"
+        elif most and epochs is None:
+            yield f"num_epochs: {most:g} may end {self.section} earlier: its rows have not been made yet"
+        if advice := repetition(epochs or 0):
+            yield f"{self.section} {advice}"
+        each, own = settings.per_device_batch_size, _own_slice(self.recipe)
         if each is not None and self.where.name != own:
-            what = (
-                f"{each} rows a device are {device.rows} a step here: on other slices the same steps read other amounts"
-            )
-            yield f"{what} of text. To compare slices, give `{self.section}.batch_size`"
+            what = f"{each} rows a device are {device.rows} a step here: on other slices the same steps read"
+            yield f"{what} other amounts of text. To compare slices, give `{self.section}.batch_size`"
         products = [(op.kind == "pallas_call", op.times * op.flops) for op in device.traced.ops]
         of_kernels = sum(flops for kernel, flops in products if kernel) / max(1.0, sum(flops for _, flops in products))
         for node in device.graph.nodes:
@@ -158,10 +170,8 @@ class Plan:
                 graph = device.graph.to_dict()
                 graph["nodes"][node.name]["attention"]["dropout"] = 0.0
                 without = dataclasses.replace(device, graph=parse(graph))
-                then, now = (
-                    f"{step_time(each).seconds:.3g} s and {memory_text(step_memory(each).total)}"
-                    for each in (without, device)
-                )
+                then = f"{step_time(without).seconds:.3g} s and {memory_text(step_memory(without).total)}"
+                now = f"{time.seconds:.3g} s and {memory_text(self.memory.total)}"
                 what = f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are kept"
                 setting = f"model.nodes.{node.name}.attention.dropout=0"
                 yield f"{what}. With `--set {setting}` a step takes {then}, now {now}"
@@ -174,7 +184,7 @@ class Plan:
                 what = f"a vocabulary of {vocab:,} does not divide by {unit}, the matrix unit"
                 yield f"{what}: {lost:.0%} of the logits' products are lost"
         yield from self._for_learning()
-        yield from never_begun(getattr(self.recipe, self.section), self.section)
+        yield from never_begun(settings, self.section)
         growing = sum(node.compute + node.memory for node in time.nodes)
         fixed = 1 - growing / time.seconds
         if fixed > _SMALL_BATCH and device.stages == 1:
@@ -195,7 +205,7 @@ class Plan:
         """JSON-able."""
         where, device = self.where, self.device
         place = {name: getattr(where, name) for name in ("name", "chips", "devices", "hosts", "shape")}
-        figures = ("contradictions", "fits", "tokens_per_second", "mfu", "seconds", "cost", "save_bytes")
+        figures = ("begun", "contradictions", "fits", "tokens_per_second", "mfu", "seconds", "cost", "save_bytes")
         return {
             "recipe": self.recipe.name,
             "stage": self.section,
@@ -253,15 +263,19 @@ def preferring(graph: Graph, settings: DpoSettings, context: int, documents: int
     return preference_graph(graph, settings, documents or 2 * max(1, round(context / (2 * _ANSWER))))
 
 
-def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None) -> Plan:
+def make_plan(recipe: Recipe, graph: Graph, where: Slice, feed_of: Feeds | None = None, begun: int = 0) -> Plan:
     """Estimate a recipe's first training, with the model of `planned_graph`; nothing is compiled, no device is used.
 
-    `data_tokens` are those of the training data, if they have been packed. UserError, as of a training: mesh, batch and
-    model do not divide.
+    `feed_of` opens the training's rows, if they have been packed; of the steps, another training has made `begun`.
+    UserError, as of a training: mesh, batch and model do not divide.
     """
     section, settings, seq_len = training_settings(recipe)
     device = per_device(graph, settings, recipe.mesh, seq_len, where, recipe.parallel)
-    facts = facts_of(graph, settings, device.rows, device.seq_len, data_tokens)
+    feed = feed_of(device.rows) if feed_of else None
+    if feed and (most := getattr(settings, "num_epochs", None)):
+        steps = feed.steps_within(most * feed.context / device.seq_len, settings.steps)
+        settings = settings.model_copy(update={"steps": steps})
+    facts = facts_of(graph, settings, device.rows, device.seq_len, feed)
     # The claims are about pretraining.
     claimed = dict(contradictions(facts, recipe.claims)) if recipe.claims and section == "pretrain" else {}
     # A recipe's price is that of the chips of its own slice, or, if it names none, of whatever is planned for.
@@ -269,8 +283,8 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     if price is None or (own and find_slice(own).chip.name != where.chip.name):
         price = where.chip.price
     memory, time, capacity = step_memory(device), step_time(device), where.chip.memory_per_device or 0
-    seconds, peak = time.seconds * facts.steps, where.chip.flops_per_device
-    cost = None if price is None else price * where.chips * seconds / _HOUR
+    speed, peak = device.rows * device.seq_len / time.seconds, where.chip.flops_per_device
+    seconds, hourly = time.seconds * max(0, facts.steps - begun), None if price is None else price * where.chips
     return Plan(
         recipe=recipe,
         section=section,
@@ -279,16 +293,17 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
         memory=memory,
         time=time,
         facts=facts,
+        begun=begun,
         contradictions=claimed,
         price=price,
         capacity=capacity,
         fits=memory.total <= capacity,
         nearly_full=NEARLY_FULL * capacity < memory.total <= capacity,
         seconds=seconds,
-        tokens_per_second=device.rows * device.seq_len / time.seconds,
-        mfu=facts.flops / seconds / (peak * where.devices) if peak else None,
-        cost=cost,
-        cost_per_billion=None if cost is None else cost / facts.tokens * 1e9,
+        tokens_per_second=speed,
+        mfu=facts.flops / facts.steps / time.seconds / (peak * where.devices) if peak else None,
+        cost=None if hourly is None else hourly * seconds / _HOUR,
+        cost_per_billion=None if hourly is None else hourly / speed / _HOUR * 1e9,
         save_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(device.state._replace(frozen=None))),
     )
 

@@ -127,9 +127,8 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[tuple[Can
     divisors = [n for n in range(1, where.devices + 1) if where.devices % n == 0]
     layers = [node.layers for node in graph.nodes if node.repeat is not None]
     stages = [n for n in divisors if layers and n <= MOST_STAGES and not any(each % n for each in layers)]
-    choices = dict.fromkeys(AXES, divisors) | {"pipeline": stages or [1]}
-    if "experts" not in str(graph.parameters):
-        choices["expert"] = [1]
+    experts = divisors if "experts" in str(graph.parameters) else [1]
+    choices = dict.fromkeys(AXES, divisors) | {"pipeline": stages or [1], "expert": experts}
     meshes = (sizes for sizes in itertools.product(*choices.values()) if math.prod(sizes) == where.devices)
     for mesh, parts in itertools.product(meshes, micro_batches):
         split = Candidate(mesh, parts, "none").put_into(recipe)
