@@ -228,6 +228,7 @@ def sweep(
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.models import RECIPE
     from affinage.pipeline.runner import PipelineRunner, points
+    from affinage.report.facts import losses_and_scores
     from affinage.report.page import losses_notes
 
     file = runs / base.recipe.name / "sweep.json"
@@ -256,7 +257,7 @@ def sweep(
             except UserError as error:
                 result["error"] = str(error)
                 terminal.warn(f"{result['run']} failed: {error}")
-            result |= _losses_and_scores(runs / result["run"])
+            result |= losses_and_scores(runs / result["run"])
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, results[: number + 1])
     if dry_run:
@@ -272,20 +273,3 @@ def sweep(
         terminal.warn(note)
     if any("error" in result for result in results):
         raise typer.Exit(EXIT_USER_ERROR)
-
-
-def _losses_and_scores(run: Path) -> dict[str, Any]:
-    """The losses of a run's last training, and the headline scores of the last model that was evaluated."""
-    from affinage.pipeline.models import EVALUATIONS
-    from affinage.results import EvaluationResult, TrainingResult, read_result
-
-    losses, scores = dict[str, float | None](), dict[str, Any]()
-    for training, evaluation in EVALUATIONS.items():
-        if (result := read_result(run / training, TrainingResult)) is not None:
-            losses = {f"{training} loss": result.final_loss}
-            for name, one in result.validation.items():
-                # Losses per token of different tokenizers cannot be compared, bits per byte can.
-                losses |= {f"{training} loss, {name}": one.loss, f"{training} bits per byte, {name}": one.bits_per_byte}
-        if (evaluated := read_result(run / evaluation, EvaluationResult)) is not None:
-            scores = {score.task: score._asdict() for score in evaluated.headlines}
-    return {"losses": {name: loss for name, loss in losses.items() if loss is not None}, "scores": scores}

@@ -72,6 +72,13 @@ def _divide(tokens, mask, begin, end, pad):  # type: ignore[no-untyped-def]
     return segment_ids, positions, loss_mask
 
 
+def never_begun(settings: TrainSettings, name: str) -> Iterator[str]:
+    """Yield a sentence about each stage of a mixture that would begin after the last step of the training `name`."""
+    for number, stage in enumerate(settings.mixture or ()):
+        if stage.from_step >= settings.steps:
+            yield f"{name}.mixture[{number}] never begins: it waits for step {stage.from_step:,} of {settings.steps:,}"
+
+
 def repetition(epochs: float) -> str:
     """Return the advice for a training that reads its data very many times over, "" for others."""
     if epochs <= MANY_EPOCHS:

@@ -92,8 +92,7 @@ def _of_nothing(word: str, places: Sequence[Path], runs: Path) -> UserError:
         there = f"It has {', '.join(step for step in RESULTS if read_manifest(run / step)) or 'no results'}."
         sections = [part, *(each for each in TRAININGS if part in (ROWS[each], EVALUATIONS[each]))]
         sections += ["evaluate"] if part in EVALUATIONS.values() else []
-        recipe = read_json(run / RECIPE)
-        if any(recipe.get(section, "") is None for section in sections):
+        if any(read_json(run / RECIPE).get(section, "") is None for section in sections):
             listed = ", ".join(f"{run_name}/{training}" for training in trainings_of(run)) or "none"
             return UserError(f"the recipe of `{run_name}` has no step `{part}`", fix=f"Its models: {listed}. {there}")
         run_it = f"Run it: {command('run', run_name, '--until', part, runs=runs)}\n  " if part in RESULTS else ""
@@ -104,9 +103,8 @@ def _of_nothing(word: str, places: Sequence[Path], runs: Path) -> UserError:
             return UserError(f"`{folder.name}` is a sweep, and no run", fix=fix)
     made, packaged = sorted(file.parent.name for file in runs.glob(f"*/{RECIPE}")), [*packaged_recipes()]
     listed = f"Runs in {runs}: {', '.join(made) or 'none'}. Packaged recipes: {', '.join(packaged)}."
-    return UserError(
-        f"`{word}` is no run, no model and no recipe", fix=did_you_mean(word, [*made, *packaged]) or listed
-    )
+    fix = did_you_mean(word, [*made, *packaged]) or listed
+    return UserError(f"`{word}` is no run, no model and no recipe", fix=fix)
 
 
 def _kind(place: Path) -> Any:

@@ -5,8 +5,6 @@ import itertools
 import json
 import os
 import platform
-import re
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,36 +149,19 @@ class PipelineRunner:
         return "; ".join(reasons) or "never ran in this store"
 
     def check(self, planned: Sequence[PlannedStep]) -> None:
-        """Raise UserError for what is known to fail in a step that must run, before the first of them runs.
-
-        Warns of trainings that are complete, and are to be made again.
-        """
+        """Raise UserError for what is known to fail in steps that must run; warn of complete trainings among them."""
         for each in planned:
             if not each.complete and each.step.check is not None:
                 with located(self.loaded, each.name):
                     each.step.check(self._context(each.request))
-        if repeated := self._repeated(planned):
-            warnings.warn(repeated, UserWarned, stacklevel=2)
-
-    def _repeated(self, planned: Sequence[PlannedStep]) -> str:
-        """Which complete trainings would be made again, the changes before or in them, and what else could be done."""
         trainings = [each for each in planned if each.step.has_progress and not (each.complete or each.forced)]
-        again = [each.name for each in trainings if read_manifest(self.folder / each.name) is not None]
-        into = {*again}
-        for each in reversed(planned):
-            into.update(each.step.inputs if each.name in into else ())
-        waiting = [each for each in planned if each.name in into and not each.complete]
-        causes = dict[str, str]()  # the first step of each
-        for each in waiting:
-            for cause in re.split("; (?=files|input|version)", each.reason.replace("never ran", "a new step")):
-                causes.setdefault(textwrap.shorten(cause, 150, placeholder=" ..."), each.name)
-        own = {cause: step for cause, step in causes.items() if not cause.startswith("input")} or causes
-        why = "; ".join(f"{cause} ({step})" for cause, step in own.items())
-        if "decontaminate" in own.values():
-            measure = command("eval", self.loaded.recipe.name, "--tasks", "TASK", runs=self.runs)
-            why += f". `{measure}` scores the model as it is"
-            why += ", and data.decontaminate.benchmarks=false leaves its text" if "a new step" in own else ""
-        return f"{', '.join(again)}: complete, but trained again: {why}" if again else ""
+        if again := [each.name for each in trainings if read_manifest(self.folder / each.name) is not None]:
+            cause = next(each for each in planned if not each.complete)
+            what = f"{', '.join(again)}: complete, but trained again: {cause.name} {cause.reason}"
+            if cause.name == "decontaminate":
+                measure = command("eval", self.loaded.recipe.name, "--tasks", "TASK", runs=self.runs)
+                what += f". To score it as it is: {measure}"
+            warnings.warn(what, UserWarned, stacklevel=2)
 
     def run(self, listener: ProgressListener) -> dict[str, float]:
         """Run what is not complete, while the other processes of a run call `follow`. Returns the seconds of each step.

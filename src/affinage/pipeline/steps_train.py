@@ -2,7 +2,7 @@
 
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ import numpy as np
 
 from affinage.checkpoint import CheckpointStore
 from affinage.checkpoint.remote import Uploader, download
+from affinage.checkpoint.store import IDENTITY
 from affinage.cluster.processes import Processes
-from affinage.config.training import DpoSettings, PretrainSettings, TrainSettings, TuningSettings
-from affinage.data.dataloader import DataLoader, ValidationRows, mixture_of, repetition, stages_of
+from affinage.config.training import DpoSettings, PretrainSettings, ScheduleSettings, TrainSettings, TuningSettings
+from affinage.data.dataloader import DataLoader, ValidationRows, mixture_of, never_begun, repetition, stages_of
 from affinage.data.token_shards import find_shard_folders
+from affinage.data.tokenize import check_weights
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
 from affinage.errors import UserError, UserWarned
@@ -32,14 +34,12 @@ from affinage.pipeline.opening import initial_params, trained_params
 from affinage.pipeline.step import StepContext, Summary, located, mesh_of, print_line
 from affinage.pipeline.steps_data import check_benchmarks
 from affinage.pipeline.store import content_hash, read_manifest
-from affinage.planning.foreseen import check_weights, lifted_rate
-from affinage.planning.plan import never_begun
 from affinage.registry import plugin_sources
 from affinage.results import read_json
 from affinage.tracking import TrackedRun, trackers_of
 from affinage.training import TrainJob, rows_per_step, train
 from affinage.training.layerwise import check_update
-from affinage.training.optimizer import check_choices
+from affinage.training.optimizer import check_choices, learning_rate
 from affinage.training.state import split_params
 from affinage.training.trainer import Trainer
 
@@ -199,6 +199,19 @@ def within_epochs(
     return settings.model_copy(update={"steps": steps, "schedule": settings.schedule.model_copy(update=shorter)})
 
 
+def _lifted_rate(settings: TrainSettings, name: str, training: Path, step: int) -> Iterator[str]:
+    """Yield a sentence if `step` of another `training`, which is continued, lies in a decay that the rate leaves."""
+    facts = (store := CheckpointStore(training / "checkpoints")).metadata(step).facts[IDENTITY]
+    former = ScheduleSettings.model_construct(**facts["schedule"])
+    rate, next_rate = learning_rate(former, facts["steps"]), learning_rate(settings.schedule, settings.steps)
+    reached, goes_on = rate(jax.numpy.int32(step - 1)), next_rate(jax.numpy.int32(step))
+    if step > former.warmup(facts["steps"]) and goes_on > 1.1 * reached:
+        kept = [at for at in store.steps() if at < step and rate(jax.numpy.int32(at - 1)) > 0.99 * former.peak_lr]
+        before = f"{str(settings.resume_from).partition('@')[0]}@{kept[-1]}" if kept else "none is kept"
+        rates = f"the learning rate jumps from {reached:.3g} to {goes_on:.3g}; from before the decay: {before}"
+        yield f"{name} continues step {step:,}, in the decay of its schedule: {rates}"
+
+
 def check_training(context: StepContext, name: str) -> None:
     """The model, its mesh, batch and settings fit together, and what the training reads is there."""
     loaded, recipe, settings = context.loaded, context.recipe, getattr(context.recipe, name)
@@ -214,9 +227,9 @@ def check_training(context: StepContext, name: str) -> None:
         if isinstance(settings, TuningSettings):
             stages_of({source.title: (source.title, "") for source in settings.sources}, mixture_of(settings), 1)
         elif recipe.data is not None:
-            advice += check_weights(loaded, settings, recipe.data)
+            check_weights([weight for stage in settings.mixture or () for weight in stage.weights], recipe.data)
         if extension is not None:
-            advice += lifted_rate(settings, name, *extension)
+            advice += _lifted_rate(settings, name, *extension)
         for each in advice if context.step == name else ():
             warnings.warn(each, UserWarned, stacklevel=2)
         trackers_of(recipe.runtime.trackers)

@@ -11,7 +11,7 @@ import jax
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Claims, Recipe
 from affinage.config.training import DpoSettings, ParallelSettings, TrainSettings
-from affinage.data.dataloader import DataLoader, repetition
+from affinage.data.dataloader import DataLoader, never_begun, repetition
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.chips import COMPARED, GiB, Slice, find_slice, memory_text, slice_of
@@ -141,8 +141,7 @@ class Plan:
         elif self.nearly_full:
             yield "nearly full: check with the compiler whether it fits, with --compile"
         if self.where.platform == "tpu" and any(node.hidden and node.layers == 1 for node in device.graph.nodes):
-            what = "layers one by one, without `repeat`, took up to a quarter more of a TPU's memory than estimated"
-            yield f"{what}: check it with --compile"
+            yield "layers without `repeat` took up to a quarter more of a TPU's memory than estimated: see --compile"
         unrolled = any(node.hidden and not node.scans("gpu") for node in device.graph.nodes)
         if self.where.platform == "gpu" and unrolled and device.parallel.remat == "block":
             yield "remat `block`: a GPU's compiler took up to four times the estimated memory: check it with --compile"
@@ -173,8 +172,7 @@ class Plan:
                 then = f"{step_time(without).seconds:.3g} s and {memory_text(step_memory(without).total)}"
                 now = f"{time.seconds:.3g} s and {memory_text(self.memory.total)}"
                 what = f"dropout of attention in `{node.name}` costs the kernel: all pairs of tokens are kept"
-                setting = f"model.nodes.{node.name}.attention.dropout=0"
-                yield f"{what}. With `--set {setting}` a step takes {then}, now {now}"
+                yield f"{what}. With `--set model.nodes.{node.name}.attention.dropout=0` a step takes {then}, now {now}"
             elif (share := (1 - used) * of_kernels) > _WORTH_A_HINT:
                 what = f"heads of {head} use {used:.0%} of a matrix unit of {unit}"
                 yield f"{what}: with fewer, wider heads about {share:.0%} of the products' time is saved"
@@ -225,13 +223,6 @@ class Plan:
         }
 
 
-def never_begun(settings: TrainSettings, name: str) -> Iterator[str]:
-    """Yield a sentence about each stage of a mixture that would begin after the last step of the training `name`."""
-    for number, stage in enumerate(settings.mixture or ()):
-        if stage.from_step >= settings.steps:
-            yield f"{name}.mixture[{number}] never begins: it waits for step {stage.from_step:,} of {settings.steps:,}"
-
-
 def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
     """The training that a recipe is planned for, its first, and the tokens of a row; UserError: it trains nothing."""
     if not recipe.trainings:
@@ -252,10 +243,8 @@ def planned_graph(loaded: LoadedRecipe) -> Graph:
     """The model of a recipe, with the loss of the training that is planned and the vocabulary that is requested."""
     recipe = loaded.recipe
     graph = parse(recipe.model, loaded.locate, vocabulary=recipe.tokenizer.vocab_size)
-    check_model(graph, training_settings(recipe)[2])
-    if recipe.trainings != ["dpo"] or recipe.dpo is None:
-        return graph
-    return preferring(graph, recipe.dpo, training_settings(recipe)[2])
+    check_model(graph, context := training_settings(recipe)[2])
+    return preferring(graph, recipe.dpo, context) if recipe.dpo and recipe.trainings == ["dpo"] else graph
 
 
 def preferring(graph: Graph, settings: DpoSettings, context: int, documents: int | None = None) -> Graph:
@@ -321,8 +310,7 @@ def forecast(
 ) -> tuple[Memory, StepTime] | None:
     """The estimate for a training on the devices that it ran on, `rows` of `context` tokens in a step; None for chips
     that no table knows. A processor is one device, whose speed is measured now."""
-    where = slice_of(device_kind, devices)
-    if where is None:
+    if (where := slice_of(device_kind, devices)) is None:
         return None
     settings = settings.model_copy(update={"batch_size": rows, "per_device_batch_size": None})
     try:

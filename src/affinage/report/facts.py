@@ -366,3 +366,17 @@ def at_checkpoint(facts: Facts, step: int) -> Facts:
         timeless = (one.result.model_copy(update={"seconds": {}}) for one in trainings)
         trainings = [replace(one, result=result) for one, result in zip(trainings, timeless)]
     return replace(facts, trainings=tuple(trainings), steps=facts.steps if ended else (), evaluations=())
+
+
+def losses_and_scores(run: Path) -> dict[str, Any]:
+    """The losses of a run's last training, and the headline scores of the last model that was evaluated."""
+    losses, scores = dict[str, float | None](), dict[str, Any]()
+    for training, model in MODELS.items():
+        if (result := read_result(run / training, TrainingResult)) is not None:
+            losses = {f"{training} loss": result.final_loss}
+            for name, one in result.validation.items():
+                # Losses per token of different tokenizers cannot be compared, bits per byte can.
+                losses |= {f"{training} loss, {name}": one.loss, f"{training} bits per byte, {name}": one.bits_per_byte}
+        if (evaluated := read_result(run / f"evaluate-{model}", EvaluationResult)) is not None:
+            scores = {score.task: score._asdict() for score in evaluated.headlines}
+    return {"losses": {name: loss for name, loss in losses.items() if loss is not None}, "scores": scores}
