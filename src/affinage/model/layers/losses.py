@@ -23,7 +23,7 @@ class Sums(NamedTuple):
     """Weighted sums over tokens, float32. Only the first has a gradient."""
 
     cross_entropy: Float[Array, ""]  # in nats
-    correct: Float[Array, ""]  # targets whose logit is larger than all others
+    correct: Float[Array, ""]  # targets that have the largest logit
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -40,21 +40,19 @@ def _forward(
     if on_cpu:
         largest = jnp.max(logits, axis=-1)
         total = jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
-        alike = jnp.sum(logits == largest[..., None], axis=-1)
     else:  # in one reduction, which XLA:CPU does not vectorize
-        start, ones = (jnp.float32(-1e38), jnp.float32(0.0), jnp.float32(0.0)), jnp.ones_like(logits)
-        largest, total, alike = jax.lax.reduce((logits, ones, ones), start, _joined_sums, (logits.ndim - 1,))
+        start = (jnp.float32(-1e38), jnp.float32(0.0))
+        largest, total = jax.lax.reduce((logits, jnp.ones_like(logits)), start, _joined_sums, (logits.ndim - 1,))
     log_z = largest + jnp.log(total)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    sums = Sums(jnp.sum((log_z - chosen) * weights), jnp.sum((chosen >= largest) * (alike == 1) * weights))
+    sums = Sums(jnp.sum((log_z - chosen) * weights), jnp.sum((chosen >= largest) * weights))
     return sums, (logits, targets, weights, log_z)
 
 
-def _joined_sums(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Of two parts the largest, the sum of exponentials relative to it (Milakov and Gimelshein, 2018), and ties."""
+def _joined_sums(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The largest and the sum of exponentials, relative to it, of two parts (Milakov and Gimelshein, 2018)."""
     largest = jnp.maximum(left[0], right[0])
-    total = left[1] * jnp.exp(left[0] - largest) + right[1] * jnp.exp(right[0] - largest)
-    return largest, total, left[2] * (left[0] == largest) + right[2] * (right[0] == largest)
+    return largest, left[1] * jnp.exp(left[0] - largest) + right[1] * jnp.exp(right[0] - largest)
 
 
 def _backward(on_cpu: bool, saved: tuple[Array, ...], gradient: Sums) -> tuple[Float[Array, "*N V"], None, None]:
