@@ -16,6 +16,8 @@ from planted_copies import jaccard_of, lexicon, near_copy, random_text, shingles
 from affinage.cluster.executor import Executor
 from affinage.config.data import DedupSettings
 from affinage.data.dedup import dedup, jaccard, shingle_sets, sign
+from affinage.data.places import released_folder
+from run_affinage import refused
 from source_forms import rows_of, write_documents
 
 SETTINGS = DedupSettings()
@@ -98,7 +100,9 @@ def test_padding_and_markup_do_not_win_over_clean_text():
 def test_copies_of_what_was_released_before_are_removed(tmp_path, planted):
     texts = planted[0][:60]
     write_documents(tmp_path / "released", [{"id": f"old{k}", "text": text} for k, text in enumerate(texts[:40:2])])
-    pq.write_table(pa.table({"text": [texts[50]]}), tmp_path / "released" / "others.parquet")
+    another = pa.array([f"{texts[50][:2]}\xad{texts[50][2:]}"]).dictionary_encode()  # unlike a filtered text
+    pq.write_table(pa.table({"text": another}), tmp_path / "released" / "others.parquet")
+    refused(released_folder, str(Path(__file__).parent), tmp_path, match="no run or folder with documents")
     summary, kept, removed = run([{"text": text} for text in texts], files=2, against=tmp_path / "released")
     assert not {f"d{k}" for k in [*range(0, 40, 2), 50]} & set(kept) and summary["documents_in"] == 60
     assert {row["duplicate_of"] for row in removed if row["id"] in ("d0", "d2")} == {"old0", "old1"}

@@ -194,7 +194,7 @@ def test_old_books_of_any_charset_and_books_under_copyright(tmp_path):
     head += "*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n"
     body = f"Déjà l'été.\n\n{prose('fr', 1)}"
     for charset in ("ISO-8859-1", "rot13"):
-        text = f"{head.format(charset)}{body}\n\nEnd of the Project Gutenberg Etext\n\nMore\n"
+        text = f"{head.format(charset)}{body}\n\nEnd of the Project Gutenberg Etext\n\n{'More of a license. ' * 900}\n"
         (tmp_path / "book.txt").write_bytes(text.encode("latin1"))
         (found,) = records(tmp_path / "book.txt", kind="gutenberg")
         assert found.id == "99#0" and found.text == body

@@ -283,8 +283,7 @@ class DataLoader:
 
     def iterate(self, number: int = 0, part: int = 0, parts: int = 1) -> Iterator[Batch]:
         """Return the batches from `number` on, which counts from 0, or a part of each, for ever; see `prefetch`."""
-        count = TOKENS_AT_ONCE * parts // (self.batch_size * self.context)
-        count = min(max(count, 1), STEPS_AT_ONCE)
+        count = min(max(TOKENS_AT_ONCE * parts // (self.batch_size * self.context), 1), STEPS_AT_ONCE)
         return prefetch(lambda first: self.batches(first, count, part, parts), number, count)
 
     iterate_part = iterate  # see `affinage.training.trainer.Feed`
@@ -315,8 +314,7 @@ class ValidationRows:
         self.shards, self.batch_size = TokenShards(folder), batch
         self.rows = min(limit or self.shards.rows, self.shards.rows)
         self._chosen = np.arange(self.rows) * self.shards.rows // self.rows
-        self.bytes = int(self.shards.row_bytes[self._chosen].sum())
-        """UTF-8 bytes of the tokens that these rows predict: bits per byte = total nats / ln 2 / bytes."""
+        self.bytes = int(self.shards.row_bytes[self._chosen].sum())  # of text that these rows predict, in UTF-8
 
     def __len__(self) -> int:
         """Return the number of batches."""

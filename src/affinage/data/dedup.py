@@ -24,6 +24,7 @@ from pyarrow import feather
 
 from affinage.cluster.executor import LOCAL, Executor
 from affinage.config.data import DedupSettings
+from affinage.data import code_points
 from affinage.data.code_points import BLANK, SEPARATOR, SINGLE, WORD, Array, decode, kernel, text_buffers, word_table
 from affinage.data.documents import Stats, Verdicts, copy_documents, document_files, first_documents, read_documents
 
@@ -292,7 +293,8 @@ def find_duplicates(
         number, path, _ = task
         parts = [np.zeros((len(bands), 0), np.uint64)]
         for batch in read_documents(path, ["text"]):
-            parts.append(sign(batch["text"], settings.n_grams, len(bands), settings.hashes_per_bucket))
+            text = code_points.repair(batch["text"].cast(pa.string())) if number < released else batch["text"]
+            parts.append(sign(text, settings.n_grams, len(bands), settings.hashes_per_bucket))
         np.save(scratch / f"keys-{number}.npy", np.concatenate(parts, axis=1))
 
     def keys_of(band: int) -> np.ndarray:
@@ -306,7 +308,8 @@ def find_duplicates(
         with names, (scratch / f"sets-{number}").open("wb") as sets:
             for batch in read_documents(path, ["id", "source", "text"]):
                 batch, start = batch.filter(pa.array(candidates[start : start + len(batch)])), start + len(batch)
-                own_sets, facts = shingle_sets(batch["text"], settings.n_grams)
+                text = code_points.repair(batch["text"].cast(pa.string())) if number < released else batch["text"]
+                own_sets, facts = shingle_sets(text, settings.n_grams)
                 own_sets.tofile(sets)
                 # Released documents may be without names.
                 own = {key: batch[key] if key in batch.schema.names else [""] * len(batch) for key in ("id", "source")}

@@ -2,10 +2,14 @@
 
 import os
 from collections.abc import Container
+from itertools import chain, count
 from pathlib import Path
 from typing import TypeVar
 
+import pyarrow.parquet as pq
+
 from affinage.config.data import POCKET_WORLD, PlaceSettings, ReadingSettings
+from affinage.data.documents import document_files
 from affinage.errors import UserError
 from affinage.network import is_url
 
@@ -42,15 +46,13 @@ def is_on_hub(source: PlaceSettings) -> bool:
 def released_folder(place: str, runs: Path) -> Path:
     """The documents of a folder, or of a run those that its split passed on. Raises UserError if there is neither."""
     for folder in (Path(os.path.expanduser(place)), runs / place):
-        if folder.is_dir():
-            return folder / "split" if (folder / "split").is_dir() else folder
+        folder = folder / "split" if (folder / "split").is_dir() else folder
+        if (files := document_files(folder)) and all("text" in pq.read_schema(file).names for file in files):
+            return folder
     fix = "Name a run in the folder of runs, or a folder with Parquet files that have a column `text`."
-    raise UserError(f"there is no run or folder {place!r}", where="data.dedup.against", fix=fix)
+    raise UserError(f"there is no run or folder with documents {place!r}", where="data.dedup.against", fix=fix)
 
 
 def unique(title: str, taken: Container[str]) -> str:
     """The title, with the first number from 2 on that makes it another than those taken."""
-    name, number = title, 2
-    while name in taken:
-        name, number = f"{title}-{number}", number + 1
-    return name
+    return next(name for name in chain([title], (f"{title}-{number}" for number in count(2))) if name not in taken)

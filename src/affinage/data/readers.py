@@ -186,7 +186,7 @@ def _parts_of_book(book: Record) -> Iterator[Record | BadRecord]:
         return
     if start := _START.search(text, 0, _HEAD_CHARACTERS):
         text = text[start.end() :]
-    if end := _END.search(text, len(text) // 2):
+    if end := _END.search(text, min(len(text) // 2, max(0, len(text) - 25_000))):  # licenses are shorter
         text = text[: end.start()]
     text = _PRODUCED.sub("", text).strip("\n").rstrip()
     if not text:

@@ -241,8 +241,7 @@ class TokenShards:
         place = url or str(folder)
         self._shards = self._open(Path(fsspec.core.strip_protocol(place)), "tokens-") if is_local(place) else []
         self._masks = self._open(folder, "loss_mask-")
-        self.reference: Float[np.ndarray, "rows documents"] | None = None
-        """Of preferences: the log-probabilities that the reference gives the documents of each row."""
+        self.reference: Float[np.ndarray, "rows documents"] | None = None  # of preferences: log-probabilities
 
     def _open(self, folder: Path, kind: str) -> list[np.ndarray]:
         arrays = []

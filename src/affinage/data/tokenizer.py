@@ -60,8 +60,7 @@ class Tokenizer:
             self._build(state)
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"this is not a tokenizer: {error}", where=str(self.folder / FILE)) from error
-        self.special_tokens = self._named_tokens()
-        """Spellings of the tokens that a chat template may name, such as `bos_token`."""
+        self.special_tokens = self._named_tokens()  # spellings of those that a chat template may name: bos_token
         self.template = None if template is None else ChatTemplate(template, self)
 
     def _build(self, state: dict[str, Any]) -> None:
@@ -90,6 +89,7 @@ class Tokenizer:
         self._exact = self.kind == "bpe" or (self._byte_level and normalizer == "NFC")
         self._anchor = self.encode(_ANCHOR)
         self._control = re.compile(_any_of([*self.controls]) or "(?!)")
+        self._beginning = re.compile(f"(?s)(?=({self._control.pattern})).")  # also of one within another
 
     def _named_tokens(self) -> dict[str, str]:
         if self.fixed_ids:
@@ -216,12 +216,11 @@ class Tokenizer:
     def guard(self, text: str, *, tags: bool = False) -> str:
         """Return the text of a message with a guard in what spells a control token, but for `tags` such as <think>."""
 
-        def broken(spelled: re.Match[str]) -> str:
-            content = spelled[0]
-            kept = tags and _TAG.fullmatch(content) and self.controls[content] not in self._shown
-            return content if kept else content[0] + _GUARD + content[1:]
+        def broken(first: re.Match[str]) -> str:
+            kept = tags and _TAG.fullmatch(first[1]) and self.controls[first[1]] not in self._shown
+            return first[0] if kept else first[0] + _GUARD
 
-        return self._control.sub(broken, _plain(text))
+        return self._beginning.sub(broken, _plain(text))
 
     def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[bool]]:
         """Return the ids of what a chat template wrote, and which lie, at least in part, in spans of characters.

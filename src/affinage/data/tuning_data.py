@@ -269,8 +269,7 @@ def _finish(tasks: Sequence[TuningTask], written: Sequence[dict[str, Any]], toke
 
 def documents_in_a_row(folder: Path) -> int:
     """Return the most documents, two for each pair, that a row of pairs below `folder` holds."""
-    facts = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"*/*/{FACTS}")]
-    return 2 * max(of_folder["most_in_a_row"] for of_folder in facts)
+    return 2 * max(json.loads(path.read_text("utf-8"))["most_in_a_row"] for path in folder.glob(f"*/*/{FACTS}"))
 
 
 def show_examples(folder: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str, Text]]:

@@ -23,7 +23,7 @@ LICENSE = "cc-by-sa-4.0"
 _RULES = yaml.safe_load(files("affinage.data").joinpath("wikipedia.yaml").read_text(encoding="utf-8"))
 _SHOWN = {name: shown for shown, names in _RULES["templates"].items() for name in names}
 _TEXT = re.compile(r"\d+|texte?|fr", re.IGNORECASE)  # names of arguments that are text as those without names are
-_OWN_NAME = re.compile(r"-?[ivxlc]+(er|re|e|ème)? (siècle|millénaire).*|\d+(er|re|e|nde?|de?)", re.IGNORECASE)
+_OWN_NAME = re.compile("|".join(_RULES["own_names"]), re.IGNORECASE)
 _INLINE_CHARACTERS = 80  # an argument of an unknown template in a sentence that is no longer stands for words
 
 
@@ -131,7 +131,7 @@ def _template(node: nodes.Template, dropped: Collection[str], before: str) -> st
         return " ".join([*arguments[:-2], "/".join(["1", *arguments][-2:])])
     if sign := _RULES["ordinals"].get(name):
         return words if words and before.isalnum() else words + sign
-    if shown := _SHOWN.get("lang-" if name.startswith("lang-") else name):
+    if (shown := _SHOWN.get("lang-" if name.startswith("lang-") else name)) is not None:
         return shown.format(words, *arguments, "", "", "").strip() if "{" in shown else shown
     # Of a template that is not known, within a sentence, the words are its arguments, if they have no names but `_TEXT`
     # and are few and short; others are boxes, references and notices.
