@@ -137,6 +137,16 @@ def test_many_turns_are_trained_as_few_are_in_one_rendering(form: str, monkeypat
         assert (ids[:last], trained[:last]) == (some[:last], mask[:last])
 
 
+def test_of_answers_that_a_later_turn_rewrites_the_last_alone_is_rendered_again(monkeypatch: pytest.MonkeyPatch):
+    turns = [{**each, "content": f"{each['content']} {n}"} for n in range(60) for each in PLAIN[:2]]
+    tokenizer, rendered = ours("qwen3"), []
+    render = tokenizer.template.render_blocks
+    monkeypatch.setattr(tokenizer.template, "render_blocks", lambda *a, **k: rendered.append(a) or render(*a, **k))
+    ids, trained = encode_conversation(turns, tokenizer, "")
+    assert len(rendered) == 2 and len(trained_runs(trained)) == 1
+    assert trained_text(ids, trained, tokenizer).endswith(f"{PLAIN[1]['content']} 59<|im_end|>")
+
+
 @pytest.mark.parametrize("content", ["", "e", "end", "s", "/s"])
 def test_the_first_end_after_an_answer_is_the_last_token_trained(content: str):
     """As Phi-3 ends: what the end of the text spells may be said, too."""

@@ -59,9 +59,10 @@ class ChatTemplate:
         self.source, self.tokenizer = source, tokenizer
         self.marks_answers = _GENERATION.search(source) is not None
         self._rendered_source = _NO_CLOCK + source if "strftime_now" in source else source
-        self._probe, prompt = "", ""
+        self._probe, prompt, self._probed = "", "", list[Span]()  # and its answers, none where they are a guess
         try:
             self._probe, prompt = self.render(_PROBE), self.render(_PROBE[:1], add_generation_prompt=True)
+            self._probed = self._answers_by_prefixes(_PROBE, (1, 3, 5), self._probe)
         except UserError as error:
             if not error.fix:  # this is not Jinja; other templates refuse what has no system message
                 raise
@@ -141,15 +142,9 @@ class ChatTemplate:
 
     @cached_property
     def seams(self) -> tuple[str, str, str, str, str] | None:
-        """What is written between question and answer, between answer and question, and after the last answer.
-
-        Also what of it is trained, before and after the content of an answer. None where turns differ.
-        """
-        try:
-            spans = self._answers_by_prefixes(_PROBE, (1, 3, 5), self._probe)
-        except UserError:
-            return None
-        parts = re.split("|".join(_PROBES), self._probe)
+        """What is written between question and answer, answer and question, and after the last answer; and what of it
+        is trained before and after the content of an answer. None where turns differ."""
+        parts, spans = re.split("|".join(_PROBES), self._probe), self._probed
         if len(parts) != 7 or len(spans) != 3 or len({*parts[1:6:2]}) > 1 or parts[2] != parts[4]:
             return None
         around = {self._probe[slice(*span)].partition(probe)[::2] for span, probe in zip(spans, _PROBES[1::2])}
@@ -160,7 +155,11 @@ class ChatTemplate:
         first = int(messages[0]["role"] == "system")
         alternate = [message["role"] for message in messages[first:]] == ["user", "assistant"] * (len(messages) // 2)
         thoughtful = any(REASONING in message or "think>" in message["content"] for message in messages)
-        if thoughtful or not alternate or not self.seams:
+        # Some templates rewrite all answers but the last.
+        only_last = len(self._probed) == 1 and _PROBES[5] in self._probe[slice(*self._probed[0])]
+        if alternate and only_last and not thoughtful:
+            return self._answers_by_prefixes(messages, [n for n in trained if n == len(messages) - 1], text)
+        if not alternate or not self.seams or any(REASONING in message for message in messages):
             return None
         between, after, seam, opening, closing = self.seams
         spans: list[Span] = []

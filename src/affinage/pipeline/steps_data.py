@@ -189,5 +189,5 @@ def check_tuning_data(context: StepContext, section: str) -> None:
             check_source(tuning, index)
     folder = initial_folder(loaded)
     if (template := chat_template_of(loaded, None if folder is None else folder / TOKENIZER)) is not None:
-        of_any_tokenizer: Any = SimpleNamespace(special_tokens={})
+        of_any_tokenizer: Any = SimpleNamespace(special_tokens={}, control_spans=lambda text: [])
         ChatTemplate(template, of_any_tokenizer)
