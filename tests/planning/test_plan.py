@@ -92,7 +92,7 @@ def test_a_gpu_is_planned_with_the_attention_that_a_run_takes_there():
 
 def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token(affinage, monkeypatch):
     monkeypatch.setattr("affinage.planning.plan.COMPARED", ("v5e-1", "v4-8", "h100x4", "v6e-4", "v4-4096"))
-    plans, ((left_out, _),) = compare(*planned(SMALL, "pretrain.batch_size=1024"))
+    plans, (left_out,) = compare(*planned(SMALL, "pretrain.batch_size=1024"), make_plan)
     keys = [(not made.fits, made.cost_per_billion) for made in plans]
     assert keys == sorted(keys) and len(plans) == 4 and left_out.name == "v4-4096"
     told = affinage("plan", SMALL, "--which", *set_words("pretrain.batch_size=1024"))[1]

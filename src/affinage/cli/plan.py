@@ -63,9 +63,8 @@ def plan(
     where = named or default_slice(planned.loaded.recipe)
     if which:
         with working("planning"):
-            plans, refused = compare(planned.loaded.recipe, planned.graph)
-            plans = [planned.make(made.recipe, planned.graph, made.where) for made in plans]
-        errors = [{"slice": slice.name, "error": error.what, "fix": error.fix} for slice, error in refused]
+            plans, refused = compare(planned.loaded.recipe, planned.graph, planned.make)
+        errors = [{"slice": slice.name, "error": error.what, "fix": error.fix} for slice, error in refused.items()]
         facts = {"plans": [made.row() for made in plans], "refused": errors}
         view: Any = [f"{planned.loaded.recipe.name}; price: US dollars per chip and hour{REMEMBERED}\n"]
         view.append(table([made.brief() for made in plans]))

@@ -339,16 +339,16 @@ def heading(recipe: Recipe, where: Slice) -> str:
     return f"{recipe.name} on {where.name}{processor}"
 
 
-def compare(recipe: Recipe, graph: Graph) -> tuple[list[Plan], list[tuple[Slice, UserError]]]:
-    """The recipe on all slices of `COMPARED`, those that fit first, then by cost of a token; and the impossible."""
+def compare(recipe: Recipe, graph: Graph, make: Callable[..., Plan]) -> tuple[list[Plan], dict[Slice, UserError]]:
+    """The plans that `make` gives for all slices of `COMPARED`: first what fits, by cost of a token; and refusals."""
     if _own_slice(recipe) is None:  # a price without a slice cannot be that of all chips
         recipe = recipe.model_copy(update={"hardware": recipe.hardware.model_copy(update={"price": None})})
-    plans, refused = [], []
+    plans, refused = list[Plan](), dict[Slice, UserError]()
     for where in map(find_slice, COMPARED):
         try:
-            plans.append(make_plan(recipe, graph, where))
+            plans.append(make(recipe, graph, where))
         except UserError as error:
-            refused.append((where, error))
+            refused[where] = error
     plans.sort(key=lambda plan: (not plan.fits, math.inf if plan.cost is None else plan.cost_per_billion))
     return plans, refused
 
