@@ -118,4 +118,5 @@ def test_it_trains_saves_restores_and_speaks_and_another_mesh_gives_the_same_los
 
     _, others = executed(tmp_path / "another mesh", '{"data": 2, "fsdp": 2, "tensor": 2}')
     assert [step for step, _ in others] == [step for step, _ in losses]
-    assert [loss for _, loss in others] == pytest.approx([loss for _, loss in losses], rel=1e-4)
+    for number, (one, other) in enumerate(zip(losses, others)):  # rounding grows with the steps
+        assert other[1] == pytest.approx(one[1], rel=1e-5 if number < 6 else 1e-4)
