@@ -128,7 +128,9 @@ def _with_imported(file: Path) -> list[Path]:
     left = [file]
     while left:
         found.append(path := left.pop(0))
-        nodes = list(ast.walk(ast.parse(path.read_bytes() if path.is_file() else b"")))
+        nodes: list[ast.AST] = []
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # which are told where the plug-in is loaded
+            nodes += ast.walk(ast.parse(path.read_bytes()))
         names = {alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         names |= {(node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
         for name in sorted(names - {""}):

@@ -20,7 +20,7 @@ from affinage.model.layer import LAYERS
 from affinage.model.layers.dense import GATED, NORMS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.opening import open_model
-from affinage.registry import load_named_plugins, load_plugins
+from affinage.registry import load_named_plugins, load_plugins, plugin_files
 from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer
 from run_affinage import refused
 
@@ -89,6 +89,8 @@ def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
     (written / "my_nodes.py").write_text("1 / 0")
     loaded = load_recipe(written / "my_recipe.yaml")
     failed = refused(load_plugins, loaded, match="ZeroDivisionError")
+    (written / "my_nodes.py").write_text("def f(:")
+    assert [*plugin_files(loaded)] == ["my_nodes.py"]  # what is wrong with it is told where it is loaded
     (written / "my_nodes.py").unlink()
     missing = refused(load_plugins, loaded)
     assert all(told.where.endswith("my_recipe.yaml:3") and told.fix for told in (failed, missing))
