@@ -179,10 +179,15 @@ def chat(quick: bool) -> Iterator[Result]:
     from affinage.data.chat import encode_conversation
     from affinage.data.tokenizer import Tokenizer
 
-    for form, turns in itertools.product(("llama3", "qwen2_5_training", "zephyr"), (1, 3, 30)):
+    for form, turns in itertools.product(("llama3", "qwen2_5_training", "zephyr", "qwen3"), (1, 3, 30, 100)):
         folder = folder_of("pieces" if form in PIECES else "bytes")
         ours, theirs = Tokenizer(folder, SOURCES[form]), PreTrainedTokenizerFast.from_pretrained(folder)
         talks = conversations((20 if quick else 200) // turns + 1, turns)
+        if form == "qwen3":  # which writes earlier answers without their reasoning; questions may come in a row, too
+            answers = [message for talk in talks for message in talk if message["role"] == "assistant"]
+            for answer in answers:
+                answer["reasoning_content"] = answer["content"][:100]
+            talks = [[talk[0], *talk] for talk in talks]
         more = {"return_assistant_tokens_mask": True, "return_dict": True} if "training" in form else {}
         write = partial(theirs.apply_chat_template, chat_template=SOURCES[form], **more)
         encoders = (partial(encode_conversation, tokenizer=ours, system_prompt=""), write)

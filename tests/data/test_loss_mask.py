@@ -1,5 +1,6 @@
 """Text, ids and loss mask of conversations in published chat templates, against what transformers makes of them."""
 
+import random
 import re
 from functools import partial
 
@@ -9,8 +10,10 @@ import template_forms as forms
 from template_forms import PIECES, PLAIN, REFUSED, SOURCES, TALKS, ours, with_template
 
 from affinage.data.chat import encode_conversation, encode_prompt, trained_runs
+from affinage.errors import UserError
 from run_affinage import refused
 
+MARKED = re.compile(r"\{%-?\s*generation\b")
 # A first line by which some of them are taken.
 DATE = "{% macro strftime_now(format) %}2026-01-31{% endmacro %}\n"
 THINKING, NOT_THINKING = "{% set enable_thinking = true %}\n", "{% set enable_thinking = false %}\n"
@@ -19,7 +22,6 @@ LED = [
     *((name, kind, NOT_THINKING) for name in forms.NEMOTRON for kind in ("plain", "system")),
     ("qwen3_5_nothink", "reasoning", THINKING),
 ]
-ENDLESS = {"glm4moe"}  # it writes nothing after an answer
 CASES = [  # where a system message is taken, what has none is taken as well
     pytest.param(name, kind, marks=pytest.mark.full if kind == "plain" and name not in REFUSED["system"] else ())
     for name in SOURCES
@@ -43,17 +45,13 @@ def test_what_the_messages_advise_lets_a_template_be_taken(name: str, kind: str,
 
 
 def compare(name: str, messages: list[dict[str, str]], line: str = "") -> None:
-    """Hold what is made of the messages to transformers' own texts, ids and masks, and the trained text to the answers.
-
-    Some templates ask whether there is a clock; transformers has one.
-    """
+    """Hold what is made of messages to transformers' texts, ids and masks, and the trained text to the answers."""
     tokenizer, other = ours(name, line), forms.theirs("pieces" if name in PIECES else "bytes")
-    source = tokenizer.template.source
-    write = partial(other.apply_chat_template, chat_template=source.replace("strftime_now is defined", "false"))
+    source = tokenizer.template.source.replace("strftime_now is defined", "false")  # transformers has a clock
+    write = partial(other.apply_chat_template, chat_template=source)
     assert tokenizer.template.render(messages) == write(messages, tokenize=False)
     ids, trained = encode_conversation(messages, tokenizer, "")
-    marked = re.search(r"\{%-?\s*generation\b", source)
-    if marked:
+    if marked := MARKED.search(source):
         expected = write(messages, return_dict=True, return_assistant_tokens_mask=True)
         assert ids == expected["input_ids"] and trained == np.array(expected["assistant_masks"], bool).tolist()
     else:
@@ -81,7 +79,7 @@ def compare(name: str, messages: list[dict[str, str]], line: str = "") -> None:
         assert before == prompt
         start = write(messages[:place], add_generation_prompt=True, tokenize=False)
         after = text.partition(content)[2]
-        assert after == "" if name in ENDLESS else re.fullmatch(f"({forms.SPECIAL.pattern}|</s>)+", after)
+        assert after == "" if name == "glm4moe" else re.fullmatch(f"({forms.SPECIAL.pattern}|</s>)+", after)
         if name in PIECES:  # decoding drops a space at the beginning
             assert whole.removeprefix(start).strip() == text.strip()
         else:
@@ -119,32 +117,32 @@ def test_answers_that_are_not_to_be_trained_are_not(form: str, talk: list[dict[s
     assert forms.ANSWERS[1] in trained_text(ids, trained, ours(form)) and len(trained_runs(trained)) == 1
 
 
-@pytest.mark.parametrize("form", ["llama3", "zephyr", "mistral", "qwen2_5", "qwen2_5_training", "gemma"])
-def test_many_turns_are_trained_as_few_are_in_one_rendering(form: str, monkeypatch: pytest.MonkeyPatch):
-    turns = [{**each, "content": f"{each['content']} {n}"} for n in range(60) for each in PLAIN[:2]]
-    tokenizer = ours(form)
+def drawn(kind: str, turns: int) -> list[dict[str, str]]:
+    """A conversation whose answers have reasoning, beside them or in tags, or whose questions may come in a row."""
+    draw, talk = random.Random(kind), list[dict[str, str]]()
+    for n in range(turns):
+        talk += [{"role": "user", "content": f" Why {n}?"}] * (draw.choice((1, 2)) if kind == "rows" else 1)
+        said, thought = f"{draw.choice(('ok', ' user ', 'Été,'))}{n}", draw.choice(("so", "\nwell\n", "\n\n"))
+        beside = {"reasoning_content": thought} if kind == "reasoned" else {}
+        said = f"<think>{thought}</think>\n\n{said}" if kind == "tagged" else said
+        talk.append({"role": "assistant", "content": said, **beside})
+    return talk
+
+
+@pytest.mark.parametrize("kind", ["plain", "reasoned", "tagged", "rows"])
+@pytest.mark.parametrize("form", [name for name, source in SOURCES.items() if not MARKED.search(source)])
+def test_answers_are_found_in_one_rendering_as_by_rendering_up_to_each(form: str, kind: str, monkeypatch):
+    tokenizer, talk = ours(form), drawn(kind, 12)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer.template, "seams", None)
-        by_prefixes = encode_conversation(turns, tokenizer, "")
-    encode_conversation(turns[:2], tokenizer, "")
-    render, rendered = tokenizer.template.render_blocks, []
-    monkeypatch.setattr(tokenizer.template, "render_blocks", lambda *a, **k: rendered.append(a) or render(*a, **k))
-    ids, trained = encode_conversation(turns, tokenizer, "")
-    assert len(rendered) == 1 and (ids, trained) == by_prefixes and len(trained_runs(trained)) == 60
-    assert not any(set(tokenizer.stops).isdisjoint(ids[begin:end]) for begin, end in trained_runs(trained))
-    for some, mask in (encode_conversation(turns[: 2 * n], tokenizer, "") for n in (1, 2, 7)):
-        last = trained_runs(mask)[-1][1]
-        assert (ids[:last], trained[:last]) == (some[:last], mask[:last])
-
-
-def test_of_answers_that_a_later_turn_rewrites_the_last_alone_is_rendered_again(monkeypatch: pytest.MonkeyPatch):
-    turns = [{**each, "content": f"{each['content']} {n}"} for n in range(60) for each in PLAIN[:2]]
-    tokenizer, rendered = ours("qwen3"), []
-    render = tokenizer.template.render_blocks
-    monkeypatch.setattr(tokenizer.template, "render_blocks", lambda *a, **k: rendered.append(a) or render(*a, **k))
-    ids, trained = encode_conversation(turns, tokenizer, "")
-    assert len(rendered) == 2 and len(trained_runs(trained)) == 1
-    assert trained_text(ids, trained, tokenizer).endswith(f"{PLAIN[1]['content']} 59<|im_end|>")
+        patch.setattr(tokenizer.template, "_answers_by_forms", lambda *_: None)
+        try:
+            expected = encode_conversation(talk, tokenizer, "")
+        except UserError as error:
+            assert str(refused(encode_conversation, talk, tokenizer, "")) == str(error)
+            return
+    assert encode_conversation(talk, tokenizer, "") == expected
+    monkeypatch.setattr(tokenizer.template, "_answers_by_prefixes", None)
+    assert encode_conversation(talk, tokenizer, "") == expected
 
 
 @pytest.mark.parametrize("content", ["", "e", "end", "s", "/s"])

@@ -17,8 +17,9 @@ from affinage.data.dataloader import DataLoader, ValidationRows, make_batch
 from affinage.data.decontaminate import BenchmarkItem, write_items
 from affinage.data.token_shards import TokenShards, find_shard_folders
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data, show_examples
+from affinage.data.tuning_data import documents_in_a_row, prepare_tuning_data
 from affinage.errors import UserWarned
+from affinage.report.examples import show_examples
 from run_affinage import refused
 from source_forms import write_lines
 

@@ -55,8 +55,8 @@ def verb_until(name: str, steps: Sequence[str], rows: str, help: str, group: typ
         if not show or dry_run:
             return
         from affinage.data.tokenizer import Tokenizer
-        from affinage.data.tuning_data import show_examples
         from affinage.pipeline.models import made_from
+        from affinage.report.examples import show_examples
 
         tokenizer = made_from((folder / rows).resolve(), "train-tokenizer")
         if tokenizer is None:

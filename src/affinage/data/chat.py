@@ -11,7 +11,8 @@ import os
 import re
 import reprlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ Talk = Sequence[Message]
 Encoded = tuple[list[int], list[bool]]  # ids, and which of them are trained
 Span = tuple[int, int]  # of characters
 Written = tuple[str, list[Span]]  # a text, and the parts of it that are trained
+Form = tuple[str, ...]  # of a message: the role, and the content and perhaps reasoning but for their words
+# Around a message: what is written from the words before it to its own, divided at its reasoning; what comes after;
+# and what is trained with it: nothing, or from a place in the one, counted from its beginning, to one in the other.
+Seam = tuple[list[str], str, list[Span]]
 
 ROLES = ("system", "user", "assistant")
 REASONING = "reasoning_content"  # of a message: the thoughts before its content
@@ -37,8 +42,8 @@ _GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
 _START, _END = CONTROL_PIECES[IM_START], CONTROL_PIECES[IM_END]
 _RENDERING = threading.Lock()  # transformers' tracker of generation blocks serves one rendering at a time
 _NO_CLOCK = "{% set strftime_now = no_clock %}"  # which is undefined
-_PROBES = [f"{number}Zq7{number}" for number in range(6)]  # texts that no template has of itself
-_PROBE: list[Message] = [{"role": ROLES[1 + n % 2], "content": content} for n, content in enumerate(_PROBES)]
+_SAID, _THOUGHT = "{0}Zq7{0}", "{0}Qz7{0}"  # by message 0 of a probe: texts that no template has of itself
+_TAGGED = re.compile("<think>(.*)</think>(.*)", re.DOTALL)  # thoughts in the content
 
 _REFUSED = (
     "Leave such conversations out with `on_error: skip`; for a template without system messages set "
@@ -51,6 +56,13 @@ _MARK = (
 )
 
 
+def _probe(forms: Iterable[Form]) -> list[Message]:
+    return [dict(zip(("role", "content", REASONING), [x.format(n) for x in form])) for n, form in enumerate(forms)]
+
+
+_PROBE = _probe((role, _SAID) for role in ROLES[1:] * 3)
+
+
 class ChatTemplate:
     """A Jinja template of a tokenizer, whose special tokens it may name."""
 
@@ -59,10 +71,9 @@ class ChatTemplate:
         self.source, self.tokenizer = source, tokenizer
         self.marks_answers = _GENERATION.search(source) is not None
         self._rendered_source = _NO_CLOCK + source if "strftime_now" in source else source
-        self._probe, prompt, self._probed = "", "", list[Span]()  # and its answers, none where they are a guess
+        self._probe, prompt, self._seams = "", "", dict[tuple[Form, ...], Seam | None]()
         try:
             self._probe, prompt = self.render(_PROBE), self.render(_PROBE[:1], add_generation_prompt=True)
-            self._probed = self._answers_by_prefixes(_PROBE, (1, 3, 5), self._probe)
         except UserError as error:
             if not error.fix:  # this is not Jinja; other templates refuse what has no system message
                 raise
@@ -98,7 +109,7 @@ class ChatTemplate:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """The control token that ends an answer; nothing where the template has none."""
-        _, written, after = self._probe.rpartition(_PROBES[-1])
+        _, written, after = self._probe.rpartition(_PROBE[-1]["content"])
         return tuple(id_ for id_, *_ in self.tokenizer.control_spans(after) if written)[:1]
 
     @cached_property
@@ -127,7 +138,7 @@ class ChatTemplate:
         text, blocks = self.render_blocks(messages)
         trained = [number for number, message in enumerate(messages) if is_trained(message)]
         if not self.marks_answers:
-            spans = self._answers_of_like_turns(messages, trained, text)
+            spans = self._answers_by_forms(messages, trained, text)
             return text, self._answers_by_prefixes(messages, trained, text) if spans is None else spans
         said = "".join(text[begin:end] for begin, end in blocks)
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -140,40 +151,39 @@ class ChatTemplate:
                 blocks = [block for block in blocks if not begin <= block[0] < end]
         return text, blocks
 
-    @cached_property
-    def seams(self) -> tuple[str, str, str, str, str] | None:
-        """What is written between question and answer, answer and question, and after the last answer; and what of it
-        is trained before and after the content of an answer. None where turns differ."""
-        parts, spans = re.split("|".join(_PROBES), self._probe), self._probed
-        if len(parts) != 7 or len(spans) != 3 or len({*parts[1:6:2]}) > 1 or parts[2] != parts[4]:
-            return None
-        around = {self._probe[slice(*span)].partition(probe)[::2] for span, probe in zip(spans, _PROBES[1::2])}
-        return (parts[1], parts[2], parts[6], *around.pop()) if len(around) == 1 else None
+    def _seam(self, forms: tuple[Form, ...]) -> Seam | None:
+        """Return what is around the second of two or three messages; None where the template refuses them."""
+        if forms not in self._seams:
+            probe = _probe((("user", _SAID),) * (forms[0][0] != "user") + forms)
+            at = len(probe) - len(forms) + 1
+            self._seams[forms] = None
+            with suppress(UserError):
+                text = self.render(probe)
+                spans = self._answers_by_prefixes(probe, [at] * is_trained(probe[at]), text)
+                start, first, rest = text.partition(_SAID.format(at - 1))
+                before, second, after = rest.partition(_SAID.format(at))
+                if second:
+                    own = [(begin - len(start + first), end + len(after) - len(text)) for begin, end in spans]
+                    self._seams[forms] = before.split(_THOUGHT.format(at)), after, own
+        return self._seams[forms]
 
-    def _answers_of_like_turns(self, messages: Talk, trained: Sequence[int], text: str) -> list[Span] | None:
-        """Return the answers in linear time; None unless the text ends in turns of one form."""
-        first = int(messages[0]["role"] == "system")
-        alternate = [message["role"] for message in messages[first:]] == ["user", "assistant"] * (len(messages) // 2)
-        thoughtful = any(REASONING in message or "think>" in message["content"] for message in messages)
-        # Some templates rewrite all answers but the last.
-        only_last = len(self._probed) == 1 and _PROBES[5] in self._probe[slice(*self._probed[0])]
-        if alternate and only_last and not thoughtful:
-            return self._answers_by_prefixes(messages, [n for n in trained if n == len(messages) - 1], text)
-        if not alternate or not self.seams or any(REASONING in message for message in messages):
+    def _answers_by_forms(self, messages: Talk, trained: Sequence[int], text: str) -> list[Span] | None:
+        """Return the answers in linear time; None unless short probes of the same forms explain the whole text."""
+        (forms, thoughts, words), first = zip(*map(_parts, messages)), int(messages[0]["role"] == "system")
+        if not trained or () in forms or messages[first]["role"] != "user":
             return None
-        between, after, seam, opening, closing = self.seams
-        spans: list[Span] = []
-        place = len(text)
-        for number in range(len(messages) - 1, first - 1, -1):
-            said, end = messages[number]["content"], place - len(seam)
-            written = (form for form in (said, said.strip()) if text.endswith(form + seam, 0, place))  # some strip it
-            if (content := next(written, None)) is None:
+        spans, place = list[Span](), len(text)
+        for number in range(len(messages) - 1, first, -1):
+            if (seam := self._seam(forms[number - 1 : number + 2])) is None:
                 return None
-            place = end - len(content)
-            if number in trained:
-                spans.insert(0, (place - len(opening), end + len(closing)))
-            seam = between if messages[number]["role"] == "assistant" else after
-        return spans
+            before, after, own = seam
+            rest = after if number + 1 == len(messages) else ""
+            written = thoughts[number].join(before) + words[number] + rest
+            if not text.endswith(written, 0, place):
+                return None
+            end, place = place - len(rest), place - len(written)
+            spans += [(place + start, end + stop) for start, stop in own if is_trained(messages[number])]
+        return spans[::-1] if text.endswith(words[first], 0, place) else None
 
     def _answers_by_prefixes(self, messages: Talk, trained: Sequence[int], text: str) -> list[Span]:
         """Return the answers of a conversation, which is rendered up to each of them and after it."""
@@ -199,8 +209,21 @@ class ChatTemplate:
         return end
 
 
+def _parts(message: Message) -> tuple[Form, str, str]:
+    """Return a message's form, () if it has none that is looked for, and the words of its reasoning and content."""
+    role, said, thought = message["role"], message["content"], message.get(REASONING, "")
+    if tagged := None if REASONING in message else _TAGGED.fullmatch(said):
+        thought, said = tagged.groups()
+    thoughts, words = thought.strip(), said.strip()
+    if not words or (role == "assistant" and "think>" in said + thought):
+        return (), "", ""
+    reasoning = thought.replace(thoughts, _THOUGHT) if thoughts else thought
+    content = (f"<think>{reasoning}</think>" if tagged else "") + said.replace(words, _SAID)
+    return (role, content, reasoning) if REASONING in message else (role, content), thoughts, words
+
+
 def _check_written(messages: Talk, number: int, answer: str) -> None:
-    if not all(word in answer for word in messages[number]["content"].split()[-1:]):
+    if not all(word in answer for word in messages[number]["content"].rpartition("</think>")[2].split()[-1:]):
         fix = "Some want messages that are lists of texts and pictures; take one for texts."
         raise UserError(f"the chat template does not write what message {number + 1} says", where=_WHERE, fix=fix)
 
@@ -309,8 +332,7 @@ def chat_template(system_prompt: str = "", *, opened: bool = True) -> str:
     turns = (
         "{%- for message in messages -%}"
         "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
-        "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
     )
     return ("{{- bos_token -}}" if opened else "") + (default if system_prompt else "") + turns
 

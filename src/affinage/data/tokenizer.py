@@ -66,11 +66,8 @@ class Tokenizer:
     def _build(self, state: dict[str, Any]) -> None:
         # A byte's piece is the model's own affair: "<0x41>" in a text is six characters.
         tokens = [token for token in state.get("added_tokens", ()) if not _BYTE.fullmatch(token["content"])]
-        controls = [
-            token
-            for token in tokens
-            if _MARKUP.search(token["content"]) or (token["special"] and token["content"].strip())
-        ]
+        special = {token["content"] for token in tokens if token["special"] and token["content"].strip()}
+        controls = [token for token in tokens if token["content"] in special or _MARKUP.search(token["content"])]
         self.controls: dict[str, int] = {token["content"]: token["id"] for token in controls}
         self._shown = {token["id"]: "" for token in controls if token["special"]}  # what decoding shows of them
         self._names = {content: f"{_MARK}{id_}{_MARK}" for content, id_ in self.controls.items()}
@@ -220,7 +217,8 @@ class Tokenizer:
             kept = tags and _TAG.fullmatch(first[1]) and self.controls[first[1]] not in self._shown
             return first[0] if kept else first[0] + _GUARD
 
-        return self._beginning.sub(broken, _plain(text))
+        text = _plain(text)
+        return self._beginning.sub(broken, text) if self._control.search(text) else text  # ten times as fast
 
     def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[bool]]:
         """Return the ids of what a chat template wrote, and which lie, at least in part, in spans of characters.
@@ -238,17 +236,18 @@ class Tokenizer:
         places = [*accumulate(len(_NAME.sub("-", part).encode()) for part in named)]
         if not spans or sizes.sum() == places[-1]:
             ends = np.cumsum(sizes)
-            begin_of, end_of = (ends - sizes).__getitem__, ends.__getitem__
+            first, last = np.searchsorted(ends, places[:-1:2], "right"), np.searchsorted(ends - sizes, places[1::2])
         else:
             encoded: Any = self._fast.encode("".join(named), add_special_tokens=False)
             ids, places = encoded.ids, [*accumulate(map(len, named))]
             # A list of the places of all tokens would take a third as long as the encoding.
             begin_of, end_of = (lambda k, edge=edge: encoded.token_to_chars(k)[edge] for edge in (0, 1))
-        tokens, trained = range(len(ids)), [False] * len(ids)
-        for begin, end in zip(places[:-1:2], places[1::2], strict=True):
-            here = slice(bisect_right(tokens, begin, key=end_of), bisect_left(tokens, end, key=begin_of))
-            trained[here] = [True] * len(tokens[here])
-        return ids, trained
+            first = np.array([bisect_right(range(len(ids)), begin, key=end_of) for begin in places[:-1:2]])
+            last = np.array([bisect_left(range(len(ids)), end, key=begin_of) for end in places[1::2]])
+        trained = np.zeros(len(ids), bool)
+        for begin, end in zip(first.tolist(), last.tolist(), strict=True):
+            trained[begin:end] = True
+        return ids, trained.tolist()
 
     # ---- ids to text ----
 

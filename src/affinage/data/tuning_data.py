@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.text import Text
 
 from affinage.cluster.executor import LOCAL, POOL_BYTES, Executor
 from affinage.config.data import POCKET_WORLD, SourceSettings
@@ -30,7 +29,7 @@ from affinage.data.files import LINES, Part
 from affinage.data.ingest import divide
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_remote, unique
-from affinage.data.token_shards import FACTS, Document, TokenShards, find_shard_folders, finish_folder, write_shard
+from affinage.data.token_shards import FACTS, Document, finish_folder, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
 from affinage.errors import UserError, UserWarned
 
@@ -264,25 +263,6 @@ def _finish(tasks: Sequence[TuningTask], written: Sequence[dict[str, Any]], toke
     }
 
 
-# ---- the written rows ----
-
-
 def documents_in_a_row(folder: Path) -> int:
     """Return the most documents, two for each pair, that a row of pairs below `folder` holds."""
     return 2 * max(json.loads(path.read_text("utf-8"))["most_in_a_row"] for path in folder.glob(f"*/*/{FACTS}"))
-
-
-def show_examples(folder: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str, Text]]:
-    """Return the first conversation or pair of `count` rows of `folder`/train, from each source in turn.
-
-    Trained tokens are green and between ⟦ and ⟧, and control tokens are spelled out.
-    """
-    sources = {name: TokenShards(path) for name, path in find_shard_folders(folder / "train").items()}
-    places = ((name, row) for row in range(count) for name, shards in sources.items() if row < shards.rows)
-    for name, row in itertools.islice(places, count):
-        tokens, mask = (rows[0] for rows in sources[name].read(np.array([row])))
-        here, text = np.arange(sources[name].spans_of_row(row)[0]["stop"]), Text()
-        for run in np.split(here, np.flatnonzero(np.diff(mask[here])) + 1):
-            spelled = tokenizer.decode(tokens[run], keep_special=True)
-            text.append(f"⟦{spelled}⟧" if mask[run[0]] else spelled, style="bold green" if mask[run[0]] else "dim")
-        yield name, text
