@@ -7,9 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor as Pool
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +20,6 @@ from affinage.network import with_retries
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 POOL_BYTES = 48_000_000  # of text: below, starting processes (about a second) costs more than they gain
-_QUEUED = 8  # tasks per worker that Ray receives in advance
 
 
 class Executor:
@@ -33,6 +30,13 @@ class Executor:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers = workers or cores
         self._requested, self._progress = workers, progress  # which receives a message after every task
+        self._processes: ProcessPoolExecutor | None = None  # of all of its maps: starting them takes a second
+
+    def close(self) -> None:
+        """End its processes once their tasks are done."""
+        if self._processes is not None:
+            self._processes.shutdown(cancel_futures=True)
+            self._processes = None
 
     def map(
         self,
@@ -50,8 +54,7 @@ class Executor:
         JSON, and is skipped the next time. `fn` must be importable by name, unless `threads`: for work in kernels and
         Parquet. Below `POOL_BYTES` (`bytes`) no processes are started. TransientError: the network keeps failing.
         """
-        done: dict[int, Result] = {}
-        missing: dict[int, tuple[Task, Path | None]] = {}
+        done, missing = dict[int, Result](), dict[int, tuple[Task, Path | None]]()
         for number, task in enumerate(tasks):
             place = None if out is None else out / f"completions/{number:05d}.json"
             completion = json.loads(place.read_text(encoding="utf-8")) if place and place.is_file() else {}
@@ -70,16 +73,18 @@ class Executor:
         """The results in the order of the tasks."""
         if workers <= 1:
             yield from map(run, todo)
-            return
-        spawn = multiprocessing.get_context("spawn")  # not forked: JAX's threads do not survive a fork
-        pool: Pool = ThreadPoolExecutor(workers) if threads else ProcessPoolExecutor(workers, mp_context=spawn)
-        try:
-            yield from pool.map(run, todo)
-        except BrokenProcessPool:
-            fix = "The usual cause is too little memory; run again with fewer: --set data.workers=1."
-            raise UserError("a worker process of the data step ended without a result", fix=fix) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+        elif threads:
+            with ThreadPoolExecutor(workers) as pool:
+                yield from pool.map(run, todo)
+        else:
+            if self._processes is None:  # not forked: JAX's threads do not survive a fork
+                self._processes = ProcessPoolExecutor(self.workers, multiprocessing.get_context("spawn"))
+            try:
+                yield from self._processes.map(run, todo)
+            except BrokenExecutor:
+                self.close()
+                fix = "The usual cause is too little memory; run again with fewer: --set data.workers=1."
+                raise UserError("a worker process of the data step ended without a result", fix=fix) from None
 
 
 class RayExecutor(Executor):
@@ -91,11 +96,10 @@ class RayExecutor(Executor):
         self._ray = ray
 
     def _results(self, run: Callable[[Any], Any], todo: list[Any], workers: int, threads: bool) -> Generator[Any]:
-        # As an object and not as a function, for which Ray has a limit of size: closures hold indexes and tables, which
-        # the workers of a machine then share.
+        # As an object: Ray limits the size of functions, and closures hold tables, which workers of a machine share.
         shared = self._ray.put(run)
         remote = self._ray.remote(num_cpus=1, max_retries=3)(lambda run, task: run(task))
-        ahead = _QUEUED * self.workers
+        ahead = 8 * self.workers  # tasks that Ray receives in advance
         waiting = [remote.remote(shared, task) for task in todo[:ahead]]
         for position in range(len(todo)):
             try:
@@ -114,7 +118,8 @@ def open_executor(settings: DataSettings, progress: Callable[[str], None] = lamb
     """The executor of a recipe."""
     workers = None if settings.workers == "auto" else settings.workers
     if settings.executor == "local":
-        yield Executor(workers, progress)
+        with contextlib.closing(Executor(workers, progress)) as executor:
+            yield executor
         return
     from affinage.cluster.ray_cluster import connect  # Ray is an extra
 
