@@ -11,7 +11,8 @@ import pytest
 import zstandard
 
 from affinage.config.training import SftSettings
-from affinage.data.conversations import check_source, open_source, parse_pair, read_examples
+from affinage.data.conversations import open_source, parse_pair, read_examples
+from affinage.data_check import check_conversations
 from affinage.errors import UserError, UserWarned
 from run_affinage import refused
 from source_forms import write_lines
@@ -48,9 +49,9 @@ READ = [
     ({"messages": [{"role": "developer", "content": "x"}, *TALK]}, [SYSTEM, *TALK]),
     ({"system_prompt": "x", "prompt": "q", "response": "a"}, [SYSTEM, *TALK]),
     *(({"messages": [QUESTION, {**ANSWER, **flag}]}, [QUESTION, {**ANSWER, "train": False}])
-      for flag in ({"weight": 0}, {"train": False}, {"loss": 0.0}, {"training": "false"})),
-    ({"instruction": "Put.", "input": "cafe\u0301\r\nriver", "output": "a"},
-     [{"role": "user", "content": "Put.\n\ncafé\nriver"}, ANSWER]),
+      for flag in ({"weight": 0}, {"train": False}, {"loss": 0.0}, {"training": "no"}, {"weight": "0.0"})),
+    ({"instruction": "Put.", "input": "cafe\u0301\r\nriver", "output": "a", "history": [["q", "a"]]},
+     [*TALK, {"role": "user", "content": "Put.\n\ncafé\nriver"}, ANSWER]),
     *(({"messages": [QUESTION, {**ANSWER, key: "cafe\u0301\r\n"}]},
        [QUESTION, {**ANSWER, "reasoning_content": "café\n"}])
       for key in ("reasoning_content", "thinking", "reasoning")),
@@ -112,9 +113,9 @@ def test_two_sources_of_one_name_are_refused_beside_a_mixture(tmp_path: Path):
     write_lines(tmp_path / "a.jsonl", [{"messages": TALK}])
     alike = {"steps": 1, "sources": [{"path": str(tmp_path / "a.jsonl"), "name": "talk"}] * 2}
     plain, mixed = (SftSettings.model_validate(alike | more) for more in ({}, {"mixture": {"talk": 1}}))
-    check_source(plain, 1)
-    check_source(mixed, 0)
-    refused(check_source, mixed, 1, match="talk")
+    check_conversations(plain, 1)
+    check_conversations(mixed, 0)
+    refused(check_conversations, mixed, 1, match="talk")
 
 
 PAIRS = [

@@ -1,6 +1,5 @@
 """Text, ids and loss mask of conversations in published chat templates, against what transformers makes of them."""
 
-import random
 import re
 from functools import partial
 
@@ -16,11 +15,10 @@ from run_affinage import refused
 MARKED = re.compile(r"\{%-?\s*generation\b")
 # A first line by which some of them are taken.
 DATE = "{% macro strftime_now(format) %}2026-01-31{% endmacro %}\n"
-THINKING, NOT_THINKING = "{% set enable_thinking = true %}\n", "{% set enable_thinking = false %}\n"
 LED = [
     *((name, kind, DATE) for name in sorted(forms.CLOCK) for kind in TALKS),
-    *((name, kind, NOT_THINKING) for name in forms.NEMOTRON for kind in ("plain", "system")),
-    ("qwen3_5_nothink", "reasoning", THINKING),
+    *((name, kind, "{% set enable_thinking = false %}\n") for name in forms.NEMOTRON for kind in ("plain", "system")),
+    ("qwen3_5_nothink", "reasoning", "{% set enable_thinking = true %}\n"),
 ]
 CASES = [  # where a system message is taken, what has none is taken as well
     pytest.param(name, kind, marks=pytest.mark.full if kind == "plain" and name not in REFUSED["system"] else ())
@@ -70,8 +68,7 @@ def compare(name: str, messages: list[dict[str, str]], line: str = "") -> None:
         whole = write(messages if marked else messages[: place + 1], tokenize=False)
         written = bool(thought) and thought in whole
         assert text.count(content) == 1 and (not thought or text.count(thought) == written)
-        others = [each["content"] for each in messages if each is not message]
-        assert not any(other in text for other in others)
+        assert not any(each["content"] in text for each in messages if each is not message)
         prompt = write(messages[:place], add_generation_prompt=True, return_dict=False)
         assert encode_prompt(messages[:place], tokenizer, "") == prompt
         if marked:
@@ -107,7 +104,7 @@ def test_an_answer_is_trained_only_where_the_text_has_it_as_it_was_said():
     assert trained_text(*encode_conversation(talk[1:4], tokenizer, ""), tokenizer) == thought  # none asks for `first`
 
 
-PLAINLY = ("llama3", "qwen2_5_training", "qwen3_training", "phi3_training", "zephyr")
+PLAINLY = ("llama3", "qwen2_5_training", "qwen3_training", "phi3_training", "glm4moe_training", "zephyr")
 
 
 @pytest.mark.parametrize(("form", "talk"), [*((form, PLAIN) for form in PLAINLY), ("lfm2_2_5", forms.REASONED)])
@@ -115,34 +112,36 @@ def test_answers_that_are_not_to_be_trained_are_not(form: str, talk: list[dict[s
     ids, trained = encode_conversation([talk[0], {**talk[1], "train": False}, *talk[2:]], ours(form), "")
     assert ids == encode_conversation(talk, ours(form), "")[0]
     assert forms.ANSWERS[1] in trained_text(ids, trained, ours(form)) and len(trained_runs(trained)) == 1
+    other = {**forms.REASONED[3], "content": "NO", "train": False}  # two answers in a row, between others
+    found = encode_conversation([*forms.REASONED[:2], other, PLAIN[1], PLAIN[2]], ours(form), "")
+    assert "NO" not in trained_text(*found, ours(form)) and "In Paris" in trained_text(*found, ours(form))
 
 
-def drawn(kind: str, turns: int) -> list[dict[str, str]]:
-    """A conversation whose answers have reasoning, beside them or in tags, or whose questions may come in a row."""
-    draw, talk = random.Random(kind), list[dict[str, str]]()
-    for n in range(turns):
-        talk += [{"role": "user", "content": f" Why {n}?"}] * (draw.choice((1, 2)) if kind == "rows" else 1)
-        said, thought = f"{draw.choice(('ok', ' user ', 'Été,'))}{n}", draw.choice(("so", "\nwell\n", "\n\n"))
-        beside = {"reasoning_content": thought} if kind == "reasoned" else {}
-        said = f"<think>{thought}</think>\n\n{said}" if kind == "tagged" else said
-        talk.append({"role": "assistant", "content": said, **beside})
-    return talk
-
-
-@pytest.mark.parametrize("kind", ["plain", "reasoned", "tagged", "rows"])
+@pytest.mark.parametrize("turns", [PLAIN, forms.REASONED, forms.THOUGHTFUL, [PLAIN[0], *PLAIN]])
 @pytest.mark.parametrize("form", [name for name, source in SOURCES.items() if not MARKED.search(source)])
-def test_answers_are_found_in_one_rendering_as_by_rendering_up_to_each(form: str, kind: str, monkeypatch):
-    tokenizer, talk = ours(form), drawn(kind, 12)
+def test_answers_are_found_in_one_rendering_as_by_rendering_up_to_each(form: str, turns: list, monkeypatch):
+    tokenizer = ours(form)
+    talk = [{**each, "content": f"{each['content']} {n}" + "\n" * (n % 2)} for n in range(6) for each in turns]
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer.template, "_answers_by_forms", lambda *_: None)
+        patch.setattr(tokenizer.template, "_is_regular", lambda *_: False)
         try:
             expected = encode_conversation(talk, tokenizer, "")
         except UserError as error:
             assert str(refused(encode_conversation, talk, tokenizer, "")) == str(error)
             return
     assert encode_conversation(talk, tokenizer, "") == expected
-    monkeypatch.setattr(tokenizer.template, "_answers_by_prefixes", None)
+    if form != "muse_glimmer":  # it looks for a "." in names of tools, and might in texts
+        monkeypatch.setattr(tokenizer.template, "_answers_by_prefixes", None)
     assert encode_conversation(talk, tokenizer, "") == expected
+
+
+@pytest.mark.parametrize("test", ["[0].role == 'system'", "|length > 1", "[-1].content.endswith('/no')"])
+def test_what_asks_for_an_answer_may_depend_on_any_other_message(test: str):
+    source = "{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
+    source += "{% if add_generation_prompt %}{{ 'assistant' + ('!' if messages" + test + " else '') }}{% endif %}"
+    talk = [forms.SYSTEM, {"role": "user", "content": "/no"}, PLAIN[1]]
+    refused(encode_conversation, talk, with_template(source), "", match="a guess")
+    assert len(trained_runs(encode_conversation(PLAIN[:2], with_template(source), "")[1])) == 1
 
 
 @pytest.mark.parametrize("content", ["", "e", "end", "s", "/s"])
@@ -154,3 +153,4 @@ def test_the_first_end_after_an_answer_is_the_last_token_trained(content: str):
     turns = [PLAIN[0], {"role": "assistant", "content": content}]
     assert {"<|end|>", "</s>"} <= set(tokenizer.controls)
     assert trained_text(*encode_conversation(turns, tokenizer, ""), tokenizer) == content + "<|end|>"
+    assert trained_text(*encode_conversation(turns, ours("qwen3"), ""), ours("qwen3")).endswith(content + "<|im_end|>")

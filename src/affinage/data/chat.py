@@ -5,12 +5,11 @@ differences: the text of a message never becomes a control token, and there is n
 shards must be the same tomorrow.
 """
 
-import itertools
 import json
-import os
 import re
 import reprlib
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -31,6 +30,7 @@ Encoded = tuple[list[int], list[bool]]  # ids, and which of them are trained
 Span = tuple[int, int]  # of characters
 Written = tuple[str, list[Span]]  # a text, and the parts of it that are trained
 Form = tuple[str, ...]  # of a message: the role, and the content and perhaps reasoning but for their words
+Parts = tuple[Form, str, str]  # with these words, first of the reasoning
 # Around a message: what is written from the words before it to its own, divided at its reasoning; what comes after;
 # and what is trained with it: nothing, or from a place in the one, counted from its beginning, to one in the other.
 Seam = tuple[list[str], str, list[Span]]
@@ -41,7 +41,10 @@ _WHERE = "chat_template"  # the setting that messages name
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
 _START, _END = CONTROL_PIECES[IM_START], CONTROL_PIECES[IM_END]
 _RENDERING = threading.Lock()  # transformers' tracker of generation blocks serves one rendering at a time
-_NO_CLOCK = "{% set strftime_now = no_clock %}"  # which is undefined
+_NO_CLOCK = "{% set strftime_now = the_clock_of_strftime_now %}"  # which is undefined
+_MANY = 40  # messages, beyond which no template counts them
+_TESTED = re.compile(r"""(['"])((?:(?!\1).)+)\1\s+(?:not\s+)?in\s+(\w+[.\[]?)""")  # 'x' in message.content
+_CALLED = re.compile(r"""\.(?:\w*with|r?split|r?find|count|replace)\(\s*(['"])((?:(?!\1).)+)\1""")  # .startswith('x')
 _SAID, _THOUGHT = "{0}Zq7{0}", "{0}Qz7{0}"  # by message 0 of a probe: texts that no template has of itself
 _TAGGED = re.compile("<think>(.*)</think>(.*)", re.DOTALL)  # thoughts in the content
 
@@ -71,7 +74,12 @@ class ChatTemplate:
         self.source, self.tokenizer = source, tokenizer
         self.marks_answers = _GENERATION.search(source) is not None
         self._rendered_source = _NO_CLOCK + source if "strftime_now" in source else source
-        self._probe, prompt, self._seams = "", "", dict[tuple[Form, ...], Seam | None]()
+        tested = [text for _, text, of in _TESTED.findall(source) if of[-1] in ".[" or not re.fullmatch(r"\w+", text)]
+        sought = [text for text in (*tested, *(text for _, text in _CALLED.findall(source))) if "think>" not in text]
+        self._sought = re.compile("|".join(map(re.escape, sought))) if sought else None
+        self._regular = dict[tuple[int, bool, str, Form], bool]()
+        self._seams = dict[tuple[tuple[Form, ...], bool], Seam | None]()
+        self._probe = prompt = ""
         try:
             self._probe, prompt = self.render(_PROBE), self.render(_PROBE[:1], add_generation_prompt=True)
         except UserError as error:
@@ -138,43 +146,75 @@ class ChatTemplate:
         text, blocks = self.render_blocks(messages)
         trained = [number for number, message in enumerate(messages) if is_trained(message)]
         if not self.marks_answers:
-            spans = self._answers_by_forms(messages, trained, text)
+            parts = [*map(_parts, messages)]
+            regular = self._is_regular(messages, parts, trained)
+            spans = self._answers_by_forms(messages, parts, text) if regular else None
             return text, self._answers_by_prefixes(messages, trained, text) if spans is None else spans
         said = "".join(text[begin:end] for begin, end in blocks)
+        for number in trained:
+            _check_written(messages, number, said)
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        for number, following in itertools.pairwise([*answers, len(messages)]):
-            if number in trained:
-                _check_written(messages, number, said)
-            else:
-                before = (self.render(messages[:count]) if count else "" for count in (number, following))
-                begin, end = (len(os.path.commonprefix([part, text])) for part in before)  # noqa: RUF071 (characters)
-                blocks = [block for block in blocks if not begin <= block[0] < end]
-        return text, blocks
+        return text, blocks if trained == answers else self._blocks_of(trained, messages, answers, blocks)
 
-    def _seam(self, forms: tuple[Form, ...]) -> Seam | None:
+    def _blocks_of(self, some: list[int], messages: Talk, answers: list[int], blocks: list[Span]) -> list[Span]:
+        """Return the blocks of some answers: those of the same numbers in a probe, where it is plain whose they are."""
+        probe = _probe(_parts(message)[0] or (message["role"], _SAID) for message in messages)
+        text, places = self.render_blocks(probe)
+        if len(places) != len(blocks):
+            fix = "Leave such conversations out with `on_error: skip`."
+            raise UserError("the chat template does not tell which answer is not to be trained", where=_WHERE, fix=fix)
+        said = [*re.finditer(r"(\d+)Zq7\1", text)]
+        starts, numbers = [match.start() for match in said], [*(int(match[1]) for match in said), len(messages)]
+        ahead = [numbers[bisect_left(starts, begin)] for begin, _ in places]  # the message it is in, or comes before
+        return [block for block, number in zip(blocks, ahead) if number - (number not in answers) in some]
+
+    def _is_regular(self, messages: Talk, parts: Sequence[Parts], trained: Sequence[int]) -> bool:
+        """Whether short probes tell the answers: they do so in one of as many messages, in which renderings up to each
+        answer say the same; and the template looks for nothing that this conversation has."""
+        texts = (each[key] for each in messages for key in ("content", REASONING) if key in each)
+        if not trained or (self._sought and self._sought.search("\n".join(texts))):
+            return False
+        system, form = messages[0]["role"] == "system", parts[trained[-1]][0]
+        key = min(len(messages), _MANY), system, messages[-1]["role"], tuple(part.strip() for part in form)
+        if form and key not in self._regular:
+            asks, says = ("user", _SAID), key[-1]
+            turns = (((says, asks), (asks, says))[key[2] == "assistant"] * _MANY)[system - key[0] :]
+            probe = _probe([*[("system", _SAID)] * system, asks, *turns[1:]])
+            answers = [number for number, message in enumerate(probe) if is_trained(message)]
+            self._regular[key] = False
+            with suppress(UserError):
+                text = self.render(probe)
+                spans = self._answers_by_prefixes(probe, answers, text)
+                self._regular[key] = spans == self._answers_by_forms(probe, [*map(_parts, probe)], text)
+        return self._regular.get(key, False)
+
+    def _seam(self, forms: tuple[Form, ...], system: bool) -> Seam | None:
         """Return what is around the second of two or three messages; None where the template refuses them."""
-        if forms not in self._seams:
-            probe = _probe((("user", _SAID),) * (forms[0][0] != "user") + forms)
-            at = len(probe) - len(forms) + 1
-            self._seams[forms] = None
+        if (forms, system) not in self._seams:
+            before = [("system", _SAID)] * system + [("user", _SAID)] * (forms[0][0] != "user")
+            probe, at = _probe([*before, *forms]), len(before) + 1
+            if len(self._seams) == 10_000:  # of white space in ever other places
+                self._seams.clear()
+            self._seams[forms, system] = None
             with suppress(UserError):
                 text = self.render(probe)
                 spans = self._answers_by_prefixes(probe, [at] * is_trained(probe[at]), text)
                 start, first, rest = text.partition(_SAID.format(at - 1))
-                before, second, after = rest.partition(_SAID.format(at))
+                between, second, after = rest.partition(_SAID.format(at))
                 if second:
                     own = [(begin - len(start + first), end + len(after) - len(text)) for begin, end in spans]
-                    self._seams[forms] = before.split(_THOUGHT.format(at)), after, own
-        return self._seams[forms]
+                    self._seams[forms, system] = between.split(_THOUGHT.format(at)), after, own
+        return self._seams[forms, system]
 
-    def _answers_by_forms(self, messages: Talk, trained: Sequence[int], text: str) -> list[Span] | None:
+    def _answers_by_forms(self, messages: Talk, parts: Sequence[Parts], text: str) -> list[Span] | None:
         """Return the answers in linear time; None unless short probes of the same forms explain the whole text."""
-        (forms, thoughts, words), first = zip(*map(_parts, messages)), int(messages[0]["role"] == "system")
-        if not trained or () in forms or messages[first]["role"] != "user":
+        (forms, thoughts, words), first = zip(*parts), int(messages[0]["role"] == "system")
+        answers = {number for number, message in enumerate(messages) if message["role"] == "assistant"}
+        if () in forms or first in answers or any(number + 1 in answers for number in answers):
             return None
         spans, place = list[Span](), len(text)
         for number in range(len(messages) - 1, first, -1):
-            if (seam := self._seam(forms[number - 1 : number + 2])) is None:
+            if (seam := self._seam(forms[number - 1 : number + 2], bool(first))) is None:
                 return None
             before, after, own = seam
             rest = after if number + 1 == len(messages) else ""
@@ -202,23 +242,27 @@ class ChatTemplate:
     def _turn_end(self, answer: str) -> int:
         """Where a turn ends: after the first group of control tokens that only others and white space follow."""
         end = rest = len(answer)
-        for _, start, stop in reversed(self.tokenizer.control_spans(answer)):
+        for id_, start, stop in reversed(self.tokenizer.control_spans(answer)):
+            if id_ in self.tokenizer.tags:
+                continue  # an assistant's own, such as </think>
             if answer[stop:rest].strip():
                 break
             end, rest = end if stop == rest else stop, start
         return end
 
 
-def _parts(message: Message) -> tuple[Form, str, str]:
+def _parts(message: Message) -> Parts:
     """Return a message's form, () if it has none that is looked for, and the words of its reasoning and content."""
     role, said, thought = message["role"], message["content"], message.get(REASONING, "")
     if tagged := None if REASONING in message else _TAGGED.fullmatch(said):
         thought, said = tagged.groups()
     thoughts, words = thought.strip(), said.strip()
-    if not words or (role == "assistant" and "think>" in said + thought):
+    if role == "assistant" and "think>" in said + thought:
         return (), "", ""
     reasoning = thought.replace(thoughts, _THOUGHT) if thoughts else thought
-    content = (f"<think>{reasoning}</think>" if tagged else "") + said.replace(words, _SAID)
+    content = (f"<think>{reasoning}</think>" if tagged else "") + (
+        said.replace(words, _SAID) if words else said + _SAID
+    )
     return (role, content, reasoning) if REASONING in message else (role, content), thoughts, words
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from affinage.config.data import POCKET_WORLD, SourceSettings
+from affinage.config.data import SourceSettings
 from affinage.config.training import ConversationSettings, TuningSettings
 from affinage.data.chat import REASONING, Message, check_messages, with_system_prompt
 from affinage.data.files import DamagedFile, Part
@@ -28,7 +28,7 @@ _MESSAGES = ("messages", "conversations", "conversation")
 _QUESTIONS, _ANSWERS = ("prompt", "question", *_MESSAGES), ("completion", "output", "response", "answer")
 _REASONINGS = (REASONING, "thinking", "reasoning")  # of a message; the first one that is not empty counts
 # An answer is not to be learned that OpenAI and Mistral write with `weight: 0`, axolotl and ms-swift with one of these.
-_LEARNED, _NOT = ("weight", "train", "training", "loss"), (0, "0", "false", "False")
+_LEARNED, _NOT = ("weight", "train", "training", "loss"), (0, "0", "0.0", "false", "False", "no")
 
 Item = Mapping[str, Any]  # a line of a file, or the row of a table
 
@@ -98,7 +98,9 @@ def _question(item: Item) -> list[Any]:
             return _turns(item[key], "user")
     about = item.get("input") or item.get("context")
     parts = [str(part) for part in (item.get("instruction"), about) if part]
-    return _turns("\n\n".join(parts), "user") if "instruction" in item else []
+    pairs = item["history"] if isinstance(item.get("history"), list) else []  # of earlier questions and answers
+    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
+    return [*turns, *_turns("\n\n".join(parts), "user")] if "instruction" in item else []
 
 
 def _turns(value: Any, role: str) -> list[Any]:
@@ -155,16 +157,6 @@ def open_source(source: ConversationSettings, settings: TuningSettings) -> tuple
     if others := [part.name for part in found if part.kind in ("", "text", "warc", "dump")]:
         warnings.warn(f"{opened.place}: not read, for their kind: {', '.join(others[:3])}", UserWarned, stacklevel=1)
     return opened, parts
-
-
-def check_source(settings: TuningSettings, index: int) -> None:
-    """Raise UserError unless a source exists, and has a name of its own; what is at a URL is not looked for."""
-    source = settings.sources[index]
-    if settings.mixture is not None and source.title in [other.title for other in settings.sources[:index]]:
-        what = f"two sources are called {source.title}, and `mixture` weighs names"
-        raise UserError(what, fix="Give each a `name` of its own.")
-    if source.path != POCKET_WORLD and "://" not in located(source, settings).place:
-        open_source(source, settings)
 
 
 def read_examples(part: Part, settings: SourceSettings, *, pairs: bool = False) -> Iterator[Example | UserError]:

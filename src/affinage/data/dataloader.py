@@ -25,7 +25,6 @@ Batch = dict[str, np.ndarray]
 REFERENCE = "reference_log_probabilities"  # of a batch of preferences: float32 [B, documents]
 SLOTS = 1024  # draws over which weights hold, rounded to a tenth of a percent; more slots where there are many weights
 ALL = "all"
-MANY_EPOCHS = 40  # passes over the same data after which a further one teaches nothing (Muennighoff et al., 2023)
 STEPS_AT_ONCE, TOKENS_AT_ONCE = 16, 2**15  # at most: many small batches at once cost about as much as two alone
 CALLS_AHEAD = 8  # that make batches
 _SCANNED = 2**20  # draws that are looked through at a time
@@ -70,20 +69,6 @@ def _divide(tokens, mask, begin, end, pad):  # type: ignore[no-untyped-def]
             loss_mask[row, place] = mask[row, place] and token != pad
             position += 1
     return segment_ids, positions, loss_mask
-
-
-def never_begun(settings: TrainSettings, name: str) -> Iterator[str]:
-    """Yield a sentence about each stage of a mixture that would begin after the last step of the training `name`."""
-    for number, stage in enumerate(settings.mixture or ()):
-        if stage.from_step >= settings.steps:
-            yield f"{name}.mixture[{number}] never begins: it waits for step {stage.from_step:,} of {settings.steps:,}"
-
-
-def repetition(epochs: float) -> str:
-    """Return the advice for a training that reads its data very many times over, "" for others."""
-    if epochs <= MANY_EPOCHS:
-        return ""
-    return f"reads its data {epochs:,.0f} times: it will learn it by heart; give it more text or fewer steps"
 
 
 # ---- mixtures ----

@@ -88,18 +88,6 @@ def find_parts(source: SourceSettings, where: str) -> tuple[SourceSettings, Sequ
     return source, parts_of(source, where)
 
 
-def check(source: SourceSettings, settings: DataSettings) -> None:
-    """Check that a source is there, without reading it. Raises UserError if it is not."""
-    source = located(source, settings)
-    if source.path.startswith("hf://datasets/"):  # a gated one shows its files to everybody
-        name = "/".join(source.path.split("/")[3:5]).partition("@")[0]
-        at_commit(source.model_copy(update={"dataset": name}), "")
-    if is_on_hub(source):
-        at_commit(source, "")
-    elif source.path != POCKET_WORLD:
-        find_parts(source, "")
-
-
 # ---- tasks ----
 
 

@@ -22,14 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from affinage.cluster.executor import LOCAL, Executor
-from affinage.config.data import POCKET_WORLD, DataSettings, PackingSettings, safe_name
-from affinage.data.dataloader import ALL
+from affinage.config.data import PackingSettings, safe_name
 from affinage.data.documents import document_files, read_documents
 from affinage.data.order import document_keys
-from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.data.token_shards import Document, finish_folder, write_shard
 from affinage.data.tokenizer import Tokenizer, cached_tokenizer
-from affinage.errors import UserError, UserWarned, did_you_mean
+from affinage.errors import UserError, UserWarned
 
 UNDETERMINED = "und"  # ISO 639 for a language that is not known
 SHARD_BYTES = 256_000_000  # of text: the most that a shard holds, whatever `packing.num_shards` says
@@ -41,16 +39,6 @@ RowGroup = tuple[Path, int]  # a file of documents, and a number
 def group_name(source: str, language: str) -> str:
     """Return the name of the rows of a source in a language, as folder and in mixtures."""
     return f"{safe_name(source)}.{safe_name(language)}"
-
-
-def check_weights(weights: Iterable[str], data: DataSettings) -> None:
-    """Raise UserError for a weight of a mixture that no text can have, where all sources and languages are named."""
-    if data.languages and all(source.name or source.path == POCKET_WORLD for source in data.sources):
-        titles, languages = [source.title for source in data.sources], [*data.languages, CODE_LANGUAGE, UNDETERMINED]
-        names = [*titles, *languages, *itertools.starmap(group_name, itertools.product(titles, languages)), ALL]
-        if unknown := [name for name in weights if name not in names]:
-            fix = f"{did_you_mean(unknown[0], names)} There are: {', '.join(names[:-1])}".lstrip()
-            raise UserError(f"a weight for {unknown[0]!r}, which no source gives", where="mixture", fix=fix)
 
 
 @dataclass(frozen=True)

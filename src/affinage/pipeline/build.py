@@ -122,7 +122,7 @@ def _tuning_data_step(loaded: LoadedRecipe, section: str) -> Step:
     searched, item_files = _searched(recipe)
     work, check = (_of_data(name, section=section) for name in ("tuning_data", "check_tuning_data"))
     inputs = ("train-tokenizer", *(["synthesize"] if _is_of_world(tuning) else []))
-    how: dict[str, Any] = {"version": 10, "files": _places(tuning) + item_files, "check": check, "resumable": True}
+    how: dict[str, Any] = {"version": 11, "files": _places(tuning) + item_files, "check": check, "resumable": True}
     return Step(ROWS[section], work, config | searched, inputs, **how)
 
 

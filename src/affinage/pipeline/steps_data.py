@@ -12,7 +12,6 @@ from affinage.config.data import DataSettings, DecontaminateSettings, DedupSetti
 from affinage.config.recipe import Recipe
 from affinage.data import ingest
 from affinage.data.chat import ChatTemplate
-from affinage.data.conversations import check_source
 from affinage.data.decontaminate import BenchmarkItem, decontaminate, kind_of_items, read_items, write_items
 from affinage.data.dedup import dedup
 from affinage.data.filters import filter_documents, known_languages
@@ -23,6 +22,7 @@ from affinage.data.tokenize import tokenize
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import measure, train_tokenizer
 from affinage.data.tuning_data import prepare_tuning_data
+from affinage.data_check import check_conversations, check_documents
 from affinage.errors import UserError, UserWarned
 from affinage.evaluation.tasks import GROUPS, check_names, find_tasks, is_task_file, items_of, of_pocket_world
 from affinage.pipeline.models import TOKENIZER, chat_template_of, initial_folder
@@ -136,7 +136,7 @@ def check_ingest(context: StepContext, data: DataSettings) -> None:
     """The sources are there."""
     for index, source in enumerate(data.sources):
         with at(context.loaded, "data", "sources", index):
-            ingest.check(source, data)
+            check_documents(source, data)
 
 
 def check_filter(context: StepContext, data: DataSettings) -> None:
@@ -186,7 +186,7 @@ def check_tuning_data(context: StepContext, section: str) -> None:
     loaded, tuning = context.loaded, getattr(context.recipe, section)
     for index in range(len(tuning.sources)):
         with at(loaded, section, "sources", index):
-            check_source(tuning, index)
+            check_conversations(tuning, index)
     folder = initial_folder(loaded)
     if (template := chat_template_of(loaded, None if folder is None else folder / TOKENIZER)) is not None:
         of_any_tokenizer: Any = SimpleNamespace(special_tokens={}, control_spans=lambda text: [])

@@ -15,11 +15,11 @@ from affinage.checkpoint.remote import Uploader, download
 from affinage.checkpoint.store import IDENTITY
 from affinage.cluster.processes import Processes
 from affinage.config.training import DpoSettings, PretrainSettings, ScheduleSettings, TrainSettings, TuningSettings
-from affinage.data.dataloader import DataLoader, ValidationRows, mixture_of, never_begun, repetition, stages_of
+from affinage.data.dataloader import DataLoader, ValidationRows, mixture_of, stages_of
 from affinage.data.token_shards import find_shard_folders
-from affinage.data.tokenize import check_weights
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_data import documents_in_a_row
+from affinage.data_check import check_weights, never_begun, repetition
 from affinage.errors import UserError, UserWarned
 from affinage.hardware.devices import acquire
 from affinage.json_files import write_json

@@ -11,7 +11,8 @@ import jax
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Claims, Recipe
 from affinage.config.training import DpoSettings, ParallelSettings, TrainSettings
-from affinage.data.dataloader import DataLoader, never_begun, repetition
+from affinage.data.dataloader import DataLoader
+from affinage.data_check import never_begun, repetition
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.chips import COMPARED, GiB, Slice, find_slice, memory_text, slice_of
@@ -177,8 +178,7 @@ class Plan:
                 what = f"heads of {head} use {used:.0%} of a matrix unit of {unit}"
                 yield f"{what}: with fewer, wider heads about {share:.0%} of the products' time is saved"
         for vocab in {vocab for node in device.local_graph.nodes if (vocab := getattr(node.layer, "vocab", None))}:
-            lost = 1 - 1 / padding(vocab, unit)
-            if lost > _WORTH_A_HINT:
+            if (lost := 1 - 1 / padding(vocab, unit)) > _WORTH_A_HINT:
                 what = f"a vocabulary of {vocab:,} does not divide by {unit}, the matrix unit"
                 yield f"{what}: {lost:.0%} of the logits' products are lost"
         yield from self._for_learning()
