@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,6 +77,7 @@ class ChatTemplate:
         tested = [text for _, text, of in _TESTED.findall(source) if of[-1] in ".[" or not re.fullmatch(r"\w+", text)]
         sought = [text for text in (*tested, *(text for _, text in _CALLED.findall(source))) if "think>" not in text]
         self._sought = re.compile("|".join(map(re.escape, sought))) if sought else None
+        self._parts = partial(_parts, tags="think>" in source)
         self._regular = dict[tuple[int, bool, str, Form], bool]()
         self._seams = dict[tuple[tuple[Form, ...], bool], Seam | None]()
         self._probe = prompt = ""
@@ -146,7 +147,7 @@ class ChatTemplate:
         text, blocks = self.render_blocks(messages)
         trained = [number for number, message in enumerate(messages) if is_trained(message)]
         if not self.marks_answers:
-            parts = [*map(_parts, messages)]
+            parts = [*map(self._parts, messages)]
             regular = self._is_regular(messages, parts, trained)
             spans = self._answers_by_forms(messages, parts, text) if regular else None
             return text, self._answers_by_prefixes(messages, trained, text) if spans is None else spans
@@ -158,7 +159,7 @@ class ChatTemplate:
 
     def _blocks_of(self, some: list[int], messages: Talk, answers: list[int], blocks: list[Span]) -> list[Span]:
         """Return the blocks of some answers: those of the same numbers in a probe, where it is plain whose they are."""
-        probe = _probe(_parts(message)[0] or (message["role"], _SAID) for message in messages)
+        probe = _probe(self._parts(message)[0] or (message["role"], _SAID) for message in messages)
         text, places = self.render_blocks(probe)
         if len(places) != len(blocks):
             fix = "Leave such conversations out with `on_error: skip`."
@@ -185,7 +186,7 @@ class ChatTemplate:
             with suppress(UserError):
                 text = self.render(probe)
                 spans = self._answers_by_prefixes(probe, answers, text)
-                self._regular[key] = spans == self._answers_by_forms(probe, [*map(_parts, probe)], text)
+                self._regular[key] = spans == self._answers_by_forms(probe, [*map(self._parts, probe)], text)
         return self._regular.get(key, False)
 
     def _seam(self, forms: tuple[Form, ...], system: bool) -> Seam | None:
@@ -251,18 +252,17 @@ class ChatTemplate:
         return end
 
 
-def _parts(message: Message) -> Parts:
+def _parts(message: Message, *, tags: bool) -> Parts:
     """Return a message's form, () if it has none that is looked for, and the words of its reasoning and content."""
     role, said, thought = message["role"], message["content"], message.get(REASONING, "")
-    if tagged := None if REASONING in message else _TAGGED.fullmatch(said):
+    if tagged := _TAGGED.fullmatch(said) if tags and REASONING not in message else None:
         thought, said = tagged.groups()
     thoughts, words = thought.strip(), said.strip()
-    if role == "assistant" and "think>" in said + thought:
+    if tags and role == "assistant" and "think>" in said + thought:
         return (), "", ""
     reasoning = thought.replace(thoughts, _THOUGHT) if thoughts else thought
-    content = (f"<think>{reasoning}</think>" if tagged else "") + (
-        said.replace(words, _SAID) if words else said + _SAID
-    )
+    content = said.replace(words, _SAID) if words else said + _SAID
+    content = f"<think>{reasoning}</think>{content}" if tagged else content
     return (role, content, reasoning) if REASONING in message else (role, content), thoughts, words
 
 
