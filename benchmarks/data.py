@@ -11,8 +11,8 @@ clock, with a process for each core; each is the median of several repetitions. 
   evenly from J = 0.8 to 1, precision over all removals, both against Python sets of 5-grams.
 - encode: the pocket world's documents to token ids with a vocabulary trained on them, beside SentencePiece's own loop
   with the same model and equal ids.
-- chat: conversations to ids and loss masks in chat templates, beside transformers' `apply_chat_template`, which makes
-  no mask where the template has no {% generation %} blocks.
+- chat: conversations to ids and loss masks in chat templates, in qwen3's with reasoning and two questions in a row,
+  beside transformers' `apply_chat_template`, which makes no mask where a template has no {% generation %} blocks.
 - sft: a file of conversations of two messages to packed token shards, as the step `sft-data` writes them, beside the
   `datasets` library, which maps `apply_chat_template` with masks over the same conversations and does not pack them.
 - feed: batches of 2,048 tokens, shuffled and mixed from five sources, with segment ids, positions and loss mask, beside
