@@ -1,4 +1,4 @@
-"""What is wrong in the settings of data, or hardly meant, is told before anything is read."""
+"""Checks of the settings of data before anything is read, and advice on those that are probably a mistake."""
 
 import itertools
 from collections.abc import Iterable, Iterator

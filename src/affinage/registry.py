@@ -129,7 +129,7 @@ def _with_imported(file: Path) -> list[Path]:
     while left:
         found.append(path := left.pop(0))
         nodes: list[ast.AST] = []
-        with contextlib.suppress(OSError, SyntaxError, ValueError):  # which are told where the plug-in is loaded
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # loading the plug-in reports them
             nodes += ast.walk(ast.parse(path.read_bytes()))
         names = {alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         names |= {(node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}

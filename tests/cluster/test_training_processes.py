@@ -93,7 +93,7 @@ def test_a_process_that_is_stopped_or_hangs_is_missed_and_the_run_continues(alon
     assert launcher.run(failures=1) == 0, "\n".join(launcher.said)
     assert launcher.starts == 2 and ended_alike(launcher.folder, alone, STEPS)
     if not number:
-        assert any("step 6 has not ended" in file.read_text() for file in launcher.folder.glob("hang*.txt"))
+        assert "step 6 has not ended" in (launcher.folder / "hang-1.txt").read_text()
 
 
 @FULL

@@ -130,8 +130,7 @@ def test_answers_are_found_in_one_rendering_as_by_rendering_up_to_each(form: str
             assert str(refused(encode_conversation, talk, tokenizer, "")) == str(error)
             return
     assert encode_conversation(talk, tokenizer, "") == expected
-    if form != "muse_glimmer":  # it looks for a "." in names of tools, and might in texts
-        monkeypatch.setattr(tokenizer.template, "_answers_by_prefixes", None)
+    monkeypatch.setattr(tokenizer.template, "_answers_by_prefixes", None)
     assert encode_conversation(talk, tokenizer, "") == expected
 
 

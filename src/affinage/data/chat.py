@@ -43,8 +43,9 @@ _START, _END = CONTROL_PIECES[IM_START], CONTROL_PIECES[IM_END]
 _RENDERING = threading.Lock()  # transformers' tracker of generation blocks serves one rendering at a time
 _NO_CLOCK = "{% set strftime_now = the_clock_of_strftime_now %}"  # which is undefined
 _MANY = 40  # messages, beyond which no template counts them
-_TESTED = re.compile(r"""(['"])((?:(?!\1).)+)\1\s+(?:not\s+)?in\s+(\w+[.\[]?)""")  # 'x' in message.content
-_CALLED = re.compile(r"""\.(?:\w*with|r?split|r?find|count|replace)\(\s*(['"])((?:(?!\1).)+)\1""")  # .startswith('x')
+# What a template looks for in texts: 'x' in message.content, and message.content.split('x'), but no names of tools.
+_TESTED = re.compile(r"""(['"])((?:(?!\1).)+)\1\s+(?:not\s+)?in\s+(\w+[.\[]?)""")
+_CALLED = re.compile(r"""(?<!name)\.(?:\w*with|r?split|r?find|count|replace)\(\s*(['"])((?:(?!\1).)+)\1""")
 _SAID, _THOUGHT = "{0}Zq7{0}", "{0}Qz7{0}"  # by message 0 of a probe: texts that no template has of itself
 _TAGGED = re.compile("<think>(.*)</think>(.*)", re.DOTALL)  # thoughts in the content
 
@@ -99,10 +100,11 @@ class ChatTemplate:
         from transformers.utils import chat_template_utils  # takes a second to import
 
         render: Any = chat_template_utils.render_jinja_template  # its annotations do not know what it returns
+        shown = [{k: v for k, v in each.items() if k != "train"} if "train" in each else each for each in messages]
         try:
             with _RENDERING:
                 texts, blocks = render(
-                    [[{key: message[key] for key in message if key != "train"} for message in messages]],
+                    [shown],
                     chat_template=self._rendered_source,
                     return_assistant_tokens_mask=self.marks_answers,
                     add_generation_prompt=add_generation_prompt,
@@ -194,7 +196,7 @@ class ChatTemplate:
         if (forms, system) not in self._seams:
             before = [("system", _SAID)] * system + [("user", _SAID)] * (forms[0][0] != "user")
             probe, at = _probe([*before, *forms]), len(before) + 1
-            if len(self._seams) == 10_000:  # of white space in ever other places
+            if len(self._seams) == 10_000:  # every combination of white space has its own
                 self._seams.clear()
             self._seams[forms, system] = None
             with suppress(UserError):
@@ -267,7 +269,7 @@ def _parts(message: Message, *, tags: bool) -> Parts:
 
 
 def _check_written(messages: Talk, number: int, answer: str) -> None:
-    if not all(word in answer for word in messages[number]["content"].rpartition("</think>")[2].split()[-1:]):
+    if not all(word in answer for word in messages[number]["content"].rpartition("</think>")[2].rsplit(None, 1)[-1:]):
         fix = "Some want messages that are lists of texts and pictures; take one for texts."
         raise UserError(f"the chat template does not write what message {number + 1} says", where=_WHERE, fix=fix)
 

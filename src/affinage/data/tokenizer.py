@@ -70,7 +70,7 @@ class Tokenizer:
         controls = [token for token in tokens if token["content"] in special or _MARKUP.search(token["content"])]
         self.controls: dict[str, int] = {token["content"]: token["id"] for token in controls}
         self._shown = {token["id"]: "" for token in controls if token["special"]}  # what decoding shows of them
-        self._names = {content: f"{_MARK}{id_}{_MARK}" for content, id_ in self.controls.items()}
+        self._names = {content: f"{_MARK}{id_:07}{_MARK}" for content, id_ in self.controls.items()}
         self._fast = FastTokenizer.from_str(json.dumps(_renamed(state | {"added_tokens": tokens}, self._names)))
         ids = self._fast.get_vocab() | self.controls
         self.pieces = {id_: piece for piece, id_ in ids.items()}
@@ -233,7 +233,7 @@ class Tokenizer:
         if self._exact or not spans:  # a quarter faster without the places of tokens
             ids = self._fast.encode_batch_fast(["".join(named)], add_special_tokens=False)[0].ids
         sizes = np.maximum(self.piece_bytes[np.array(ids, np.int64)], 1)  # of a control token: as if it was a byte
-        places = [*accumulate(len(_NAME.sub("-", part).encode()) for part in named)]
+        places = [*accumulate(len(part.encode()) - 7 * part.count(_MARK) for part in named)]  # names have 15 bytes
         if not spans or sizes.sum() == places[-1]:
             ends = np.cumsum(sizes)
             first = np.searchsorted(ends, places[:-1:2], "right").tolist()

@@ -51,6 +51,7 @@ class Watchdog:
         self._cleanup = contextlib.ExitStack()
         index = Processes.current.index
         self._file = folder / ("hang.txt" if index == 0 else f"hang-{index}.txt")
+        self._pause = 5.0 if index == 0 and Processes.current.count > 1 else 0.0  # JAX ends all when process 0 leaves
         self._restarted = Processes.current.count > 1 or PARENT in os.environ or COORDINATOR in os.environ
         self._slowest = 0.0
         self._ended = threading.Event()
@@ -141,7 +142,7 @@ class Watchdog:
                     with self._file.open("a", encoding="utf-8") as file:
                         print(message, end="\n\n", file=file, flush=True)
                         faulthandler.dump_traceback(file)
-                if leaves and not self._ended.is_set():
+                if leaves and not self._ended.wait(self._pause):
                     leave(message)
 
     def _leave_by_signal(self) -> None:
