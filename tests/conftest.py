@@ -8,7 +8,6 @@ import gc
 import os
 import platform
 import resource
-import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -34,7 +33,8 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup has it so: heeded
 if "AFFINAGE_TEST_CACHE" in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["AFFINAGE_TEST_CACHE"]
 elif "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="affinage-tests-")
+    _CACHE = tempfile.TemporaryDirectory(prefix="affinage-tests-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one, and tables would be folded to it
@@ -66,12 +66,6 @@ def pytest_collection_finish() -> None:
     """Leave what is imported and collected out of every later garbage collection."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Remove the session's compilation cache."""
-    if "PYTEST_XDIST_WORKER" not in os.environ and "AFFINAGE_TEST_CACHE" not in os.environ:
-        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 MOST_MEMORY = 5 * 2**20  # KiB of one process, of which two run in 24 GiB beside what tests start

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,13 @@ _TEXT = [
     "Twelve plus seven makes nineteen; douze plus sept font dix-neuf.",
     "An élève à l'école où naître être garçon, œuvre, Noël, aigu, où ça ?",
 ]
+_FOLDER = TemporaryDirectory(prefix="affinage-test-")
 
 
 @lru_cache
 def tokenizer() -> Tokenizer:
     """A SentencePiece model of 420 pieces, trained on four sentences."""
-    folder = Path(mkdtemp(prefix="affinage-test-"))
+    folder = Path(_FOLDER.name)
     settings = TokenizerSettings(vocab_size=VOCABULARY, character_coverage=1.0)
     (folder / FILE).write_bytes(bpe_json(train_bpe(_TEXT * 20, settings)))
     return Tokenizer(folder)

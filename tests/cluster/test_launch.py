@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import psutil
@@ -164,7 +165,7 @@ PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
 
 def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_again(tmp_path: Path):
     said: list[str] = []
-    recipe = tmp_path / "recipe.yaml"
+    recipe = tmp_path / f"{os.getpid()}.yaml"
     recipe.write_text("name: one")
 
     def running() -> WorkerGroup:
@@ -180,6 +181,7 @@ def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_agai
         group.send(signal.SIGTERM)
         assert [each.status for each in exits_of(group, 2)] == [75, 75]
         group.kill()
+        assert not any(Path(gettempdir()).glob(f"affinage-*{recipe}")), "files are there no longer than a run"
         assert {(tmp_path / f"saved-{worker}").read_text() for worker in range(2)} == {"SIGTERM"}
         assert {"0 | name: other", "1 | name: other", "0 | worker 0 of 2", "1 | worker 1 of 2"} <= set(said)
         group = running()

@@ -5,7 +5,7 @@ import json
 import re
 from functools import cache, lru_cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
@@ -27,6 +27,7 @@ PIECES = {  # of tokenizers as SentencePiece's, in which </s> ends a turn
 {% endif %}
 {% endfor %}""",
 }
+_TO = TemporaryDirectory(prefix="affinage-test-")
 _FOLDER = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.jinja"))} | PIECES
 SPECIAL = re.compile(
@@ -80,9 +81,8 @@ def folder_of(kind: str) -> Path:
         fast.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in ("<think>", "</think>")])
     told = json.loads(fast.to_str())
     told["added_tokens"] = [token for token in told["added_tokens"] if not token["content"].startswith("<0x")]
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
-    files = {"tokenizer.json": json.dumps(told), "tokenizer_config.json": json.dumps(config)}
-    return write_files(Path(mkdtemp(prefix="affinage-test-")), files)
+    config = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named})
+    return write_files(Path(_TO.name, kind), {"tokenizer.json": json.dumps(told), "tokenizer_config.json": config})
 
 
 def with_template(source: str, kind: str = "bytes") -> Tokenizer:

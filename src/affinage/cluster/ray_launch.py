@@ -68,11 +68,9 @@ class RayLauncher:
             remove_placement_group(places)
         else:
             needs = ", ".join(f"{number:g} {kind}" for kind, number in bundle.items())
-            raise UserError(
-                f"the cluster has no room for {self._least} workers, each on a machine with {needs}",
-                where=f"--processes {self._most}",
-                fix="`ray status` shows what it has; --min-processes N starts with fewer.",
-            )
+            what = f"the cluster has no room for {self._least} workers, each on a machine with {needs}"
+            fix = "`ray status` shows what it has; --min-processes N starts with fewer."
+            raise UserError(what, where=f"--processes {self._most}", fix=fix)
         if workers < self._most:
             self._say(f"launch: {workers} of {self._most} workers have a machine")
         options = {
@@ -146,18 +144,16 @@ class RemoteProcess(WorkerProcess):
 
     def start(self, words: list[str], files: dict[str, bytes], environment: dict[str, str]) -> None:
         """Start the process, with the code that this actor has."""
-        folder, there = Path(tempfile.mkdtemp(prefix="affinage-")), {}
+        self._folder, there = tempfile.TemporaryDirectory(prefix="affinage-", ignore_cleanup_errors=True), {}
         for path, content in files.items():
             if Path(path).is_file() and Path(path).read_bytes() == content:
                 continue  # on a shared disk: what is beside it is there, too
-            target = folder / Path(path).relative_to("/")
+            target = Path(self._folder.name) / Path(path).relative_to("/")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
             there[path] = str(target)
-        code = str(Path(affinage.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")]))
-        words = [there.get(word, word) for word in words]
-        super().__init__(words, {**os.environ, **environment, "PYTHONPATH": path})
+        path = os.pathsep.join(filter(None, [str(Path(affinage.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        super().__init__([there.get(word, word) for word in words], {**os.environ, **environment, "PYTHONPATH": path})
 
     def news(self) -> tuple[list[str], int | None]:
         until = time.monotonic() + _NEWS_EVERY
@@ -166,3 +162,7 @@ class RemoteProcess(WorkerProcess):
             if lines or status is not None or time.monotonic() >= until:
                 return lines, status
             time.sleep(0.02)
+
+    def kill(self) -> None:
+        super().kill()
+        self._folder.cleanup()
