@@ -199,9 +199,9 @@ def chat(quick: bool) -> Iterator[Result]:
 def sft(quick: bool) -> Iterator[Result]:
     """Files of conversations to token shards."""
     from template_forms import SOURCES, folder_of
-    from tiny_models import tokenizer
 
     from affinage.data.chat import chat_template
+    from tiny_models import tokenizer
 
     chatml, template = chat_template(), SOURCES["qwen2_5_training"]
     yield conversations_to_shards("ChatML", tokenizer().folder, None, quick, chat_template=chatml)
