@@ -239,7 +239,7 @@ def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
 def test_an_interrupted_verb_ends_with_its_status_and_leaves_nothing_behind(tmp_path: Path):
     command = [*AFFINAGE, "world", "mine", "--megabytes", "200"]
     started = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    until(lambda: (tmp_path / "mine").exists() or started.poll() is not None)
+    until(lambda: list(tmp_path.iterdir()) or started.poll() is not None)
     started.send_signal(signal.SIGINT)
     _, said = started.communicate(timeout=300)
     assert started.returncode == EXIT_INTERRUPTED and "Traceback" not in said
