@@ -13,8 +13,9 @@ clock, with a process for each core; each is the median of several repetitions. 
   with the same model and equal ids.
 - chat: conversations to ids and loss masks in chat templates, in qwen3's with reasoning and two questions in a row,
   beside transformers' `apply_chat_template`, which makes no mask where a template has no {% generation %} blocks.
-- sft: a file of conversations of two messages to packed token shards, as the step `sft-data` writes them, beside the
-  `datasets` library, which maps `apply_chat_template` with masks over the same conversations and does not pack them.
+- sft: a file of conversations of two messages to packed token shards, as the step `sft-data` writes them, in ChatML by
+  our own kind of vocabulary and in a template by a byte-level one; beside the `datasets` library, which maps
+  `apply_chat_template`, for the template with masks, over the same conversations and does not pack them.
 - feed: batches of 2,048 tokens, shuffled and mixed from five sources, with segment ids, positions and loss mask, beside
   Grain's pipeline of the same.
 """
@@ -196,23 +197,34 @@ def chat(quick: bool) -> Iterator[Result]:
 
 
 def sft(quick: bool) -> Iterator[Result]:
-    """A file of conversations to token shards."""
-    import datasets
+    """Files of conversations to token shards."""
     from template_forms import SOURCES, folder_of
+
+    from affinage.data.chat import chat_template
+    from tiny_models import tokenizer
+
+    chatml, template = chat_template(), SOURCES["qwen2_5_training"]
+    yield conversations_to_shards("ChatML", tokenizer().folder, None, quick, chat_template=chatml)
+    marked = {"chat_template": template, "return_assistant_tokens_mask": True}
+    yield conversations_to_shards("qwen2_5_training", folder_of("bytes"), template, quick, **marked)
+
+
+def conversations_to_shards(form: str, folder: Path, template: str | None, quick: bool, **how: Any) -> Result:
+    """A file of them in one form, by the tokenizer in a folder."""
+    import datasets
     from transformers import PreTrainedTokenizerFast
 
     from affinage.cluster.executor import Executor
     from affinage.config.training import SftSettings
-    from affinage.data.tokenizer import Tokenizer
+    from affinage.data.tokenizer import FILE, Tokenizer
     from affinage.data.tuning_data import prepare_tuning_data
 
     datasets.disable_progress_bars()
-    talks, template = conversations(2_000 if quick else 40_000, 1), SOURCES["qwen2_5_training"]
-    ours, theirs = Tokenizer(folder_of("bytes"), template), PreTrainedTokenizerFast.from_pretrained(folder_of("bytes"))
-    how = {"chat_template": template, "return_assistant_tokens_mask": True, "return_dict": True}
+    talks, ours = conversations(2_000 if quick else 40_000, 1), Tokenizer(folder, template)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / FILE), **ours.special_tokens)
 
     def encode(row: dict[str, Any]) -> dict[str, Any]:
-        return dict(theirs.apply_chat_template(row["messages"], **how))
+        return dict(theirs.apply_chat_template(row["messages"], return_dict=True, **how))
 
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
         file, numbers = Path(name, "talks.jsonl"), itertools.count()
@@ -228,7 +240,7 @@ def sft(quick: bool) -> Iterator[Result]:
             rows.map(encode, num_proc=Executor().workers)
 
         rates = [len(talks) / median_seconds(run, 3) for run in (by_us, by_datasets)]
-    yield result("conversations to shards, datasets", rates[0], "conversations/s", rates[1])
+    return result(f"conversations to shards in {form}, datasets", rates[0], "conversations/s", rates[1])
 
 
 # ---- feed ----

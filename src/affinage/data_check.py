@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from affinage.config.data import POCKET_WORLD, DataSettings, SourceSettings
-from affinage.config.training import TrainSettings, TuningSettings
+from affinage.config.recipe import Recipe
+from affinage.config.training import TuningSettings
 from affinage.data.conversations import open_source
 from affinage.data.dataloader import ALL
 from affinage.data.ingest import find_parts
@@ -49,11 +50,16 @@ def check_weights(weights: Iterable[str], data: DataSettings) -> None:
             raise UserError(f"a weight for {unknown[0]!r}, which no source gives", where="mixture", fix=fix)
 
 
-def never_begun(settings: TrainSettings, name: str) -> Iterator[str]:
-    """Yield a sentence about each stage of a mixture that would begin after the last step of the training `name`."""
+def never_begun(recipe: Recipe, name: str) -> Iterator[str]:
+    """Yield a sentence about each stage of a mixture that would begin after the last step of the training `name`; and,
+    for the first training, about a trace that would begin after the last step of all."""
+    settings = getattr(recipe, name)
     for number, stage in enumerate(settings.mixture or ()):
         if stage.from_step >= settings.steps:
             yield f"{name}.mixture[{number}] never begins: it waits for step {stage.from_step:,} of {settings.steps:,}"
+    longest, first = max(getattr(recipe, each).steps for each in recipe.trainings), min(recipe.runtime.profile or (0,))
+    if first > longest and name == recipe.trainings[0]:
+        yield f"runtime.profile never begins: it waits for step {first:,} of {longest:,}"
 
 
 def repetition(epochs: float) -> str:

@@ -16,9 +16,22 @@ from affinage.model.apply_config import PyTree
 from affinage.model.forward import apply_part, batch_shapes
 from affinage.model.graph import Node
 from affinage.model.layer import Batch, Cost
+from affinage.model.layers.embedding import LearnedPositions
 from affinage.registry import calling, is_foreign
 
 AXES = get_args(LogicalAxis)
+
+
+def check_rows(graph: Graph, length: int) -> None:
+    """Check a model, see `check_model`, that is to be trained on rows of `length` tokens.
+
+    UserError: it learns fewer positions.
+    """
+    for node in graph.nodes:
+        if isinstance(node.layer, LearnedPositions) and length > node.layer.length:
+            what = f"rows of {length} tokens are longer than the {node.layer.length} positions of `{node.name}`"
+            raise UserError(what, where=node.where, fix="Shorten `seq_len`, or give the node a larger `length`.")
+    check_model(graph, length)
 
 
 def check_model(graph: Graph, context: int) -> None:

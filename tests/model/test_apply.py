@@ -10,18 +10,8 @@ import pytest
 from flax import nnx
 
 import tiny_graphs
-from affinage.model import (
-    ApplyConfig,
-    abstract_params,
-    apply,
-    decayed,
-    from_nnx,
-    init_params,
-    logical_axes,
-    parse,
-    to_nnx,
-)
-from affinage.model.forward import init_cache
+from affinage.model import ApplyConfig, abstract_params, apply, decayed, init_params, logical_axes, parse
+from affinage.model.forward import from_nnx, init_cache, to_nnx
 from affinage.model.layers.losses import cross_entropy
 from affinage.parallel.sharding import MeshLayout, make_mesh
 from run_affinage import refused
@@ -131,8 +121,7 @@ def test_dropout_keeps_the_mean_and_is_of_the_key_and_the_row_in_any_part_of_the
 
 
 def test_a_batch_counts_only_what_its_mask_says():
-    tokens = random_tokens(2, 12)
-    params = tiny_graphs.random_params(LLAMA)
+    tokens, params = random_tokens(2, 12), tiny_graphs.random_params(LLAMA)
     mask = jnp.zeros((2, 12)).at[0, 5].set(1.0).at[1, 0].set(1.0)  # the first token of a row is never a target
     array, loss = logits_and_loss(LLAMA, params, {"tokens": tokens, "loss_mask": mask})
     assert float(loss.count) == 1
@@ -158,6 +147,21 @@ def test_residual_projections_begin_smaller():
     assert float(params["attention"]["query"]["kernel"].std()) == pytest.approx(0.02, rel=0.03)
     for half, name in (("attention", "out"), ("ffn", "down")):
         assert float(params[half][name]["kernel"].std()) == pytest.approx(0.02 / 4, rel=0.03)
+
+
+def test_gradients_of_many_places_are_added_up_in_float32_in_any_precision():
+    """Of three tokens, 32 positions and biases: sums of thousands of numbers in bfloat16 stand still."""
+    graph, batch = parse(tiny_graphs.gpt2(layers=1)), {"tokens": random_tokens(256, 32) % 3}
+
+    @partial(jax.jit, static_argnums=1)
+    def gradient(params, dtype):
+        return jax.grad(lambda p: apply(graph, p, batch, ApplyConfig(dtype)).values[graph.loss].sum)(params)
+
+    params = optax.tree.cast(tiny_graphs.random_params(graph), jnp.bfloat16)
+    exact, found = (gradient(optax.tree.cast(params, dtype), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    far = jax.tree.map(lambda got, want: float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)), found, exact)
+    far["blocks"]["attention"]["key"].pop("bias")  # is zero but for rounding
+    assert max(jax.tree.leaves(far)) < 0.05, far
 
 
 def test_a_row_longer_than_the_learned_positions_is_refused():

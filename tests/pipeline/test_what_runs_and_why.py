@@ -263,13 +263,15 @@ WATCHED = f"{{sources: [chat.jsonl], {HOW}, monitor: {{every_steps: 5, %s}}}}"
     ("pretrain.schedule.settings={share: 1}", "share"),
     ("pretrain={optimizer_in_backward: true, gradient_accumulation_steps: 2}", "one by one"),
     ("mesh={pipeline: 4, data: 2}", ""),
+    (f"sft={{sources: [chat.jsonl], {HOW}, seq_len: 25}} && mesh={{context: 2}}", "context of 25"),
+    ("model.nodes={positions: {kind: learned_positions, in: embed, length: 63}, blocks: {in: positions}}", "63 posit"),
 ])  # fmt: skip
 def test_a_mistake_in_any_step_is_refused_before_the_first(load, tmp_path, override, held):
     (tmp_path / "exam.pdf").write_text("no items")
-    runner = real(load(*NEITHER, override))
+    runner = real(load(*NEITHER, *override.split(" && ")))
     mistake = refused(runner.check, runner.plan())
-    assert held in f"{mistake.what} {mistake.fix}" and mistake.fix
-    assert mistake.where.startswith(f"--set {override.partition('=')[0]}")
+    assert mistake.where.startswith(f"--set {override.partition('=')[0]}") and mistake.fix
+    assert held in mistake.what + mistake.fix
 
 
 def test_so_does_a_dry_run_and_names_of_any_case_are_languages(load, affinage):
@@ -280,11 +282,12 @@ def test_so_does_a_dry_run_and_names_of_any_case_are_languages(load, affinage):
     assert (data := runner.loaded.recipe.data).languages == ("en", "fr") and data.sources[0].language == "en"
     runner.check(runner.plan())
     stages = "[{weights: {texts: 1, und: 0}}, {from_step: 20, weights: {en: 1}}]"
-    odd = load("data.sources=[{path: texts, language: fr}, texts]", "data.languages=[en]", f"pretrain.mixture={stages}")
+    never = f"pretrain.mixture={stages}", "runtime.profile=[40, 30]"
+    odd = load("data.sources=[{path: texts, language: fr}, texts]", "data.languages=[en]", *never)
     with pytest.warns(UserWarned) as warned:  # a source without a name may name others
         (runner := real(odd, until=["pretrain"])).check(runner.plan())
     told = " ".join(str(each.message) for each in warned)
-    assert "`texts` is of language fr" in told and "mixture[1] never begins" in told
+    assert all(each in told for each in ("`texts` is of language fr", "mixture[1] never begins", "for step 30 of 20"))
 
 
 def test_what_a_finished_run_does_not_have_or_would_make_again_is_said_before(tiny_runs, affinage, tmp_path):

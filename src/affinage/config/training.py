@@ -78,13 +78,13 @@ class ScheduleSettings(Settings):
     peak_lr: float = Field(gt=0)
     """Learning rate after the warm-up."""
     min_lr: float = Field(default_factory=lambda given: float(f"{given['peak_lr'] / 10:.9g}"), ge=0)
-    """Learning rate at the last step; by default a tenth of `peak_lr`."""
+    """Learning rate at the last step, unless `constant`; by default a tenth of `peak_lr`."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the rate rises from 0 to `peak_lr`."""
+    """Steps in which the rate rises to `peak_lr`, from `peak_lr` / `warmup_steps` in the first."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
     """The same as a share of all steps; give one of the two."""
     settings: dict[str, Any] = {}
-    """What only the named schedule has: wsd falls, as 1 - sqrt, over the last `decay_ratio` (0.2) of the steps."""
+    """What only the named schedule has. wsd falls, as 1 - sqrt, over the last `decay_ratio` (0.2) after the warm-up."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "ScheduleSettings":

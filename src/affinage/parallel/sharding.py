@@ -126,7 +126,7 @@ class MeshLayout(Layout):
 
         return jax.tree_util.tree_map_with_path(one, abstract, axes)
 
-    def check(self, graph: Graph, rows: int, micro_batches: int, seq_len: int) -> None:
+    def check(self, graph: Graph, rows: int, micro_batches: int, seq_len: int, where: str = "packing.seq_len") -> None:
         """Refuse, by a UserError, rows of `seq_len` tokens (0: none) that do not split, and axes that split nothing."""
         self.check_rows(rows, micro_batches)
         used = {"batch", *(name for parameter in jax.tree.leaves(graph.parameters) for name in parameter.axes if name)}
@@ -138,7 +138,7 @@ class MeshLayout(Layout):
                 fix = f"Give those {size} devices, which would do the same work, to data or fsdp."
                 raise UserError(what, where="mesh", fix=fix)
         for line in ("sequence", "residual"):
-            self._require_divisible(f"a context of {seq_len}", seq_len, self.table[line], where="packing.seq_len")
+            self._require_divisible(f"a context of {seq_len}", seq_len, self.table[line], where=where)
 
     def check_rows(self, rows: int, micro_batches: int) -> None:
         """Refuse, by a UserError, a batch of which micro-batches do not split evenly over the mesh."""

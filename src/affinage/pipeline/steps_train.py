@@ -25,7 +25,7 @@ from affinage.hardware.devices import acquire
 from affinage.json_files import write_json
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
-from affinage.model_check import check_model
+from affinage.model_check import check_rows
 from affinage.parallel.sharding import MeshLayout, make_mesh, table_with
 from affinage.parallel.strategy import strategy_for
 from affinage.pipeline.models import FEED, MODEL, ROWS, SAVED, chat_template_of, extended, initial_folder, steps_of
@@ -215,15 +215,15 @@ def _lifted_rate(settings: TrainSettings, name: str, training: Path, step: int) 
 def check_training(context: StepContext, name: str) -> None:
     """The model, its mesh, batch and settings fit together, and what the training reads is there."""
     loaded, recipe, settings = context.loaded, context.recipe, getattr(context.recipe, name)
-    folder, extension = initial_folder(loaded), extended(loaded, name)
+    folder, extension, own = initial_folder(loaded), extended(loaded, name), getattr(settings, "seq_len", None)
     if settings.monitor is not None:
         check_benchmarks(context, (name, "monitor"))
     wanted, micro_batches = recipe.tokenizer.vocab_size, settings.gradient_accumulation_steps
     graph = parse(recipe.model, loaded.locate, vocabulary=wanted)
-    check_model(graph, recipe.packing.seq_len)
+    check_rows(graph, length := own or recipe.packing.seq_len)
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with located(loaded, name):
-        advice = [*never_begun(settings, name)]
+        advice = [*never_begun(recipe, name)]
         if isinstance(settings, TuningSettings):
             stages_of({source.title: (source.title, "") for source in settings.sources}, mixture_of(settings), 1)
         elif recipe.data is not None:
@@ -246,6 +246,6 @@ def check_training(context: StepContext, name: str) -> None:
         layout = MeshLayout(mesh, table_with(recipe.parallel.sharding))
         check_update(split_params(graph, settings), settings, in_stages=mesh.shape["pipeline"] > 1)
         rows = rows_per_step(settings, mesh.size)
-        layout.check(graph, rows, micro_batches, recipe.packing.seq_len)
+        layout.check(graph, rows, micro_batches, length, "seq_len" if own else "packing.seq_len")
         strategy_for(mesh, recipe.parallel).check(graph, rows // micro_batches, layout)
         layout.param_shardings(logical_axes(graph), abstract_params(graph))

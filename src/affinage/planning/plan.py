@@ -182,7 +182,7 @@ class Plan:
                 what = f"a vocabulary of {vocab:,} does not divide by {unit}, the matrix unit"
                 yield f"{what}: {lost:.0%} of the logits' products are lost"
         yield from self._for_learning()
-        yield from never_begun(settings, self.section)
+        yield from never_begun(self.recipe, self.section)
         growing = sum(node.compute + node.memory for node in time.nodes)
         fixed = 1 - growing / time.seconds
         if fixed > _SMALL_BATCH and device.stages == 1:

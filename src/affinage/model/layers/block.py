@@ -217,13 +217,9 @@ def _write(cache: Mapping[str, Array], key: Keys, value: Keys, context: LayerCon
     """Puts new keys and values into their slots [L, B, K, T, D]; a negative position is left out."""
     positions = context.prepared.positions
     slots = jnp.where(positions < 0, cache["key"].shape[3], positions)
-    rows = jnp.arange(len(positions))[:, None]
-
-    def write(stored: Array, new: Array) -> Array:
-        # One scatter: a vmap over rows makes XLA copy the whole cache for every layer and token.
-        return stored.at[context.layer, rows, :, slots].set(new.astype(stored.dtype), mode="drop")
-
-    return {"key": write(cache["key"], key), "value": write(cache["value"], value)}
+    at, new = (context.layer, jnp.arange(len(positions))[:, None], slice(None), slots), {"key": key, "value": value}
+    # One scatter for each: a vmap over rows makes XLA copy the whole cache for every layer and token.
+    return {name: cache[name].at[at].set(each.astype(cache[name].dtype), mode="drop") for name, each in new.items()}
 
 
 def _ffn_or_moe(value: Any) -> str:

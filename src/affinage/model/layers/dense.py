@@ -1,6 +1,7 @@
 """Linear maps, the feed-forward layer, norms and dropout."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -9,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 from pydantic import Field
 
 from affinage.config.settings import Settings
@@ -89,7 +90,8 @@ def _product(
 
 
 def _with_bias(y: Float[Array, "..."], params: PyTree) -> Float[Array, "..."]:
-    return y + _along_last(params["bias"], y) if "bias" in params else y
+    wide = y.astype(jnp.float32)  # else XLA:CPU adds up the gradient of the bias in the compute dtype
+    return (wide + _along_last(params["bias"], wide)).astype(y.dtype) if "bias" in params else y
 
 
 def _along_last(x: Float[Array, "..."], of: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -196,10 +198,8 @@ class NormSettings(Settings):
 
     def parameters(self, width: int, axis: str | None = "embed") -> PyTree:
         """Scale [width], and for a layer norm also an offset."""
-        tree: PyTree = {"scale": ParamSpec((width,), (axis,), init="ones", decay=False)}
-        if self.kind == "layer":
-            tree["bias"] = ParamSpec((width,), (axis,), init="zeros", decay=False)
-        return tree
+        scale = ParamSpec((width,), (axis,), init="ones", decay=False)
+        return {"scale": scale} | ({"bias": replace(scale, init="zeros")} if self.kind == "layer" else {})
 
     def apply(self, params: PyTree, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
         """Normalizes the last axis."""
@@ -238,11 +238,9 @@ def drop(x: Float[Array, "B ..."], rate: float, context: LayerContext, site: int
     key = jax.random.fold_in(context.key, site)
     rows = context.batch.get("rows", jnp.arange(x.shape[0]))
 
-    def kept(row: Array) -> Array:
-        row_key: PRNGKeyArray = jax.random.fold_in(key, row)
-        return jax.random.bernoulli(row_key, 1.0 - rate, x.shape[1:])
-
-    mask = checkpoint_name(jax.vmap(kept)(rows), "dropout_mask")
+    keys = jax.vmap(partial(jax.random.fold_in, key))(rows)
+    kept = jax.vmap(partial(jax.random.bernoulli, p=1.0 - rate, shape=x.shape[1:]))(keys)
+    mask = checkpoint_name(kept, "dropout_mask")
     return jnp.where(mask, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 

@@ -44,7 +44,7 @@ class Embedding(Layer):
             # Gathered as other weights are; XLA would rather gather the gradient of all rows. Where devices that split
             # the table have the same rows, those go to the parts of the table, which is large.
             table = layout.constrain(table, ("vocab", "width"))
-        x = jnp.take(table, inputs[0], axis=0, mode="clip").astype(context.config.compute_dtype)
+        x = look_up(table, inputs[0]).astype(context.config.compute_dtype)
         return layout.constrain(x, ("batch", "residual", "width"))
 
 
@@ -69,7 +69,19 @@ class LearnedPositions(Layer):
             raise UserError(what, fix="Shorten the context, or give learned_positions a larger length.")
         table = context.config.layout.constrain(params["embedding"], (None, "width"))
         positions = positions_of(context, x.shape[0], x.shape[1])
-        return x + jnp.take(table, positions, axis=0, mode="clip").astype(x.dtype)
+        return x + look_up(table, positions).astype(x.dtype)
+
+
+@jax.custom_jvp
+def look_up(table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    """Rows of a table, whose gradients are added up in float32: in bfloat16 a sum of hundreds grows no more."""
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+@look_up.defjvp
+def _look_up_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (table, ids), (moved, _) = primals, tangents
+    return look_up(table, ids), jnp.take(moved.astype(jnp.float32), ids, axis=0, mode="clip").astype(table.dtype)
 
 
 def positions_of(context: LayerContext, batch: int, length: int) -> Int[Array, "B S"]:

@@ -64,14 +64,10 @@ class MoeSettings(Settings):
             return {"kernel": ParamSpec(shapes, names, std=std, residual=residual, used=self.top_k, inputs=(1,))}
 
         inward = kernel((width, self.width), ("embed", "ffn"))
-        tree: PyTree = {
-            "router": {"kernel": ParamSpec((width, self.experts), ("embed", None), std=std)},
-            "up": inward,
-            "down": kernel((self.width, width), ("ffn", "embed"), residual=True),
-        }
-        if self.activation in GATED:
-            tree["gate"] = inward
-        return tree
+        router = {"kernel": ParamSpec((width, self.experts), ("embed", None), std=std)}
+        outward = kernel((self.width, width), ("ffn", "embed"), residual=True)
+        gate = {"gate": inward} if self.activation in GATED else {}
+        return {"router": router, "up": inward, "down": outward} | gate
 
     def apply(self, params: PyTree, x: Float[Array, "B S D"], context: LayerContext) -> Result:
         """The experts' answers weighted by their gates, with the losses and metrics of the router."""
