@@ -250,8 +250,8 @@ def sweep(
             keys |= missing.keys()
         for number, (result, (_, point)) in enumerate(zip(results, grid if not dry_run else ())):
             del result["would_run"]
-            settings = ", ".join(f"{key}={brief(value)}" for key, value in result["settings"].items())
-            terminal.write(f"--- {number + 1} of {len(grid)}, {result['run']}: {settings}")
+            changes = ", ".join(f"{key}={brief(value)}" for key, value in result["settings"].items())
+            terminal.write(f"--- {number + 1} of {len(grid)}, {result['run']}: {changes}")
             try:  # planned again: days may have passed, in which files changed and other points copied to the remote
                 PipelineRunner(point, runs, build_steps(point)).run(Watch())
             except TransientError:
