@@ -47,8 +47,7 @@ class Training:
         hurt = self.hurts[self.starts] if self.starts < len(self.hurts) else None
         job = json.dumps({**self._job, "hurt": hurt, "start": self.starts})
         self.starts += 1
-        here = Path(__file__).parent
-        environment = os.environ | cpu_devices(DEVICES // self.workers)
+        here, environment = Path(__file__).parent, os.environ | cpu_devices(DEVICES // self.workers)
         environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), environment.get("PYTHONPATH", "")])
         words = [sys.executable, "-m", "training_process", job]
         return start_processes(words, environment, self.workers, self.said.append)

@@ -78,17 +78,10 @@ def open_model(
     precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
     layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding or {})
-    return LoadedModel(
-        graph=graph,
-        params=load(jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings)),
-        layout=layout if layout.mesh.size > 1 else None,
-        compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
-        tokenizer=tokenizer,
-        name=target.name,
-        context=facts["context"],
-        system_prompt=facts["system_prompt"],
-        chat=models.is_chat(folder),
-    )
+    params = load(jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings))
+    split, dtype = layout if layout.mesh.size > 1 else None, compute_dtype(precision, chip(devices[0].device_kind)).name
+    of_use = {"layout": split, "system_prompt": facts["system_prompt"], "chat": models.is_chat(folder)}
+    return LoadedModel(graph, params, tokenizer, target.name, facts["context"], compute_dtype=dtype, **of_use)
 
 
 def fitting_tokenizer(source: Path, vocabulary: int, template: str | None = None) -> Tokenizer:

@@ -234,11 +234,13 @@ def check_training(context: StepContext, name: str) -> None:
         for each in advice if context.step == name else ():
             warnings.warn(each, UserWarned, stacklevel=2)
         trackers_of(recipe.runtime.trackers)
-        step, before = getattr(settings, "from_step", None), recipe.trainings[: recipe.trainings.index(name)]
-        if step is not None and before and step > (last := getattr(recipe, before[-1]).steps):
-            raise UserError(f"{before[-1]} has no step {step}", where="from_step", fix=f"Its last step is {last}.")
-        if step is not None and (begun := context.inputs.get(before[-1] if before else "")) and read_manifest(begun):
-            steps_of(begun, step, "from_step")
+        if (step := getattr(settings, "from_step", None)) is not None:
+            if (before := next((each for each in ("sft", "pretrain") if each in context.inputs), None)) is None:
+                raise UserError(f"no training comes before {name}", where="from_step", fix="Leave it out.")
+            if step > (last := getattr(recipe, before).steps):
+                raise UserError(f"{before} has no step {step}", where="from_step", fix=f"Its last step is {last}.")
+            if read_manifest(context.inputs[before]):
+                steps_of(context.inputs[before], step, "from_step")
         if folder is not None:
             initial_params(folder, graph)
         elif recipe.tokenizer.kind == "bpe":
