@@ -114,14 +114,10 @@ def _signal_in(phase: str, number: int) -> None:
     The phase is not over before another signal came; where there is nothing to save, the process waits to be left.
     """
     place, name = {
-        "start": (Hardware, "acquire"),
-        "first batch": (tiny.RandomFeed, "batch"),
-        "compilation": (Trainer, "compile_training"),
-        "restore": (CheckpointStore, "restore_newest"),
-        "step": (MetricLogger, "log"),
-        "evaluation": (Evaluator, "validate"),
-        "save": (CheckpointStore, "save"),
-    }[phase]
+        "start": (Hardware, "acquire"), "first batch": (tiny.RandomFeed, "batch"), "step": (MetricLogger, "log"),
+        "compilation": (Trainer, "compile_training"), "restore": (CheckpointStore, "restore_newest"),
+        "evaluation": (Evaluator, "validate"), "save": (CheckpointStore, "save"),
+    }[phase]  # fmt: skip
     function, begun, kills = getattr(place, name), threading.Event(), number == signal.SIGKILL
 
     def signal_now() -> None:

@@ -215,13 +215,8 @@ def with_gradients(name, platform, chunk):
 
 
 @pytest.mark.parametrize(("name", "platform", "chunk"), [
-    ("llama", "cpu", 4),
-    ("llama", "gpu", "auto"),
-    ("llama", "tpu", 4),
-    ("gpt2", "gpu", "auto"),
-    ("gpt2", "tpu", "auto"),
-    ("experts", "tpu", "auto"),
-    ("experts with a capacity", "tpu", "auto"),
+    ("llama", "cpu", 4), ("llama", "gpu", "auto"), ("llama", "tpu", 4), ("gpt2", "gpu", "auto"),
+    ("gpt2", "tpu", "auto"), ("experts", "tpu", "auto"), ("experts with a capacity", "tpu", "auto"),
 ])  # fmt: skip
 def test_every_platforms_program_is_the_same_function_also_with_logits_in_parts(name, platform, chunk):
     """GPUs join projections and unroll, TPUs scan, accelerators pad the vocabulary and compute cheap values again."""

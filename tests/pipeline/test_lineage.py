@@ -115,10 +115,12 @@ def test_show_pages_through_documents(run: Path, answer):
 
 def test_a_mistake_names_what_there_is_instead(run: Path, affinage):
     assert "nothing to look for" in affinage("data", "search", str(run), "")[2]
+    (bare := run.with_name("bare")).mkdir()
+    (bare / "recipe.json").write_bytes((run / "recipe.json").read_bytes())
     for words, named in (
         ("lineage RUN --step 161", "1 to 160"), ("lineage RUN --step 1 --row 4", "row 4"),
         ("lineage RUN --step 1 --training sft", "`sft`"), ("lineage nobody --step 1", "`nobody`"),
-        ("head RUN/tokenize", "`tokenize`"), ("head RUN/dedup", "ingest, filter, split"),
+        ("head RUN/tokenize", "`tokenize`"), ("head RUN/dedup", "filter, split"), (f"head {bare}", "It has none."),
     ):  # fmt: skip
         status, _, said = affinage("data", *words.replace("RUN", str(run)).split())
         assert status == 2 and named in said, words

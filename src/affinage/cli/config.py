@@ -92,15 +92,12 @@ def show(
     loaded, _ = load(recipe, overrides, runs, lenient=True)
     tokens, rows = (loaded.raw.get("pretrain") or {}).get("tokens"), []
     for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
-        place = path
-        if tokens is not None and path == ("pretrain", "steps"):
-            place = ("pretrain", "tokens")  # of which they are made
-        elif path == ("pretrain", "tokens"):
-            value = tokens
-        is_written = _is_written(loaded.raw, place, value)
-        if is_written or value not in (None, "", [], {}):
-            origin = loaded.locate(place) if is_written else "default"
-            rows.append({"key": ".".join(map(str, path)), "value": value, "origin": origin})
+        place = ("pretrain", "tokens") if tokens is not None and path == ("pretrain", "steps") else path
+        if path == ("pretrain", "tokens"):
+            value = tokens  # of which the steps are made
+        name, is_written = ".".join(map(str, path)), _is_written(loaded.raw, place, value)
+        if is_written or name == key or value not in (None, "", [], {}):
+            rows.append({"key": name, "value": value, "origin": loaded.locate(place) if is_written else "default"})
     shown = [row for row in rows if f"{row['key']}.".startswith(f"{key}." if key else "")]
     if not shown:
         fix = did_you_mean(key, [row["key"] for row in rows]) or f"`affinage config show {recipe}` lists all."

@@ -8,13 +8,14 @@ import resource
 import sys
 import time
 import timeit
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from affinage.cluster.processes import Processes
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 
 if TYPE_CHECKING:
     import jax
@@ -72,11 +73,14 @@ def acquire() -> "list[jax.Device]":
 
     # The variable itself is left alone: a process that this one starts has a folder by its own environment.
     if (folder := os.environ.get("JAX_COMPILATION_CACHE_DIR")) is None:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        programs = caches / "affinage" / f"programs-jax-{jax.__version__}"
-        programs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        programs.chmod(0o700)  # it holds native code: nobody else may write there
-        folder = str(programs)
+        try:
+            caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            programs = caches / "affinage" / f"programs-jax-{jax.__version__}"
+            programs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            programs.chmod(0o700)  # it holds native code: nobody else may write there
+            folder = str(programs)
+        except (OSError, RuntimeError) as error:  # the latter: there is no home
+            warnings.warn(f"compiled programs are not kept for the next time: {error}", UserWarned, stacklevel=2)
     jax.config.update("jax_compilation_cache_dir", folder)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # many small programs add up to seconds

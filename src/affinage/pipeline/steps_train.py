@@ -22,7 +22,7 @@ from affinage.data.tuning_data import documents_in_a_row
 from affinage.data_check import check_weights, never_begun, repetition
 from affinage.errors import UserError, UserWarned
 from affinage.hardware.devices import acquire
-from affinage.json_files import write_json
+from affinage.json_files import check_place, write_json
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
 from affinage.model_check import check_rows
@@ -216,6 +216,7 @@ def check_training(context: StepContext, name: str) -> None:
     """The model, its mesh, batch and settings fit together, and what the training reads is there."""
     loaded, recipe, settings = context.loaded, context.recipe, getattr(context.recipe, name)
     folder, extension, own = initial_folder(loaded), extended(loaded, name), getattr(settings, "seq_len", None)
+    check_place(context.saves_to)
     if settings.monitor is not None:
         check_benchmarks(context, (name, "monitor"))
     wanted, micro_batches = recipe.tokenizer.vocab_size, settings.gradient_accumulation_steps
