@@ -128,7 +128,8 @@ class BenchmarkMonitor:
         kind, model_of = next(iter(sharding.device_set)).device_kind, partial(LoadedModel, self._graph, params)
         layout = MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None
         dtype, name = compute_dtype(settings.precision, chip(kind)).name, context.recipe.name
-        model = model_of(chat_tokenizer(context), name, self._length, layout, self._system_prompt, dtype)
+        of_use = layout, self._system_prompt, dtype, isinstance(settings, TuningSettings)  # then it is a chat model
+        model = model_of(chat_tokenizer(context), name, self._length, *of_use)
         rows, world = context.inputs.get("tokenize"), context.inputs.get("synthesize")
         world = world if rows is None else made_from(rows, "synthesize")  # a pretraining reads no world itself
         lines = dict[str, Sequence[dict[str, Any]]]()
