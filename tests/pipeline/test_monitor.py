@@ -110,13 +110,11 @@ def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
 
 
 def test_after_a_rollback_the_scores_and_the_model_of_the_way_not_taken_are_gone(tmp_path: Path):
-    tried = monitor(tmp_path, lambda state, _: falling(0))
+    tried, kept = monitor(tmp_path, lambda state, _: falling(0)), CheckpointStore(tmp_path / KEPT)
     del tried.keep  # the class's own
     states = {step: TrainState(np.int32(step), {"w": jax.numpy.full(2, step)}, ()) for step in (0, 10, 15, 20)}
-    for step in (0, 10, 20):
-        tried.look(step, states[step], bool)
+    assert not any(tried.look(step, states[step], bool)[1] for step in (0, 10, 20))
     tried.rolled_back(15, states[15])
-    kept = CheckpointStore(tmp_path / KEPT)
     assert [point["step"] for point in points_of(tmp_path)] == [0, 10] and kept.steps() == [15]
     tried.look(20, states[10], bool)
     assert kept.steps() == [20] and tiny.bits(kept.restore(20, kept.abstract(20))) == tiny.bits(states[10].params)
