@@ -4,6 +4,7 @@ import ast
 import errno
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from affinage.config.recipe import RuntimeSettings
+from affinage.data.files import reports_damage
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, TransientError, UserError, of_the_machine
 from affinage.hardware.devices import accelerator_is_here
 from affinage.stopping import StopSignals, without_readers
@@ -39,9 +41,7 @@ with left_when_done():
 
 
 @pytest.mark.parametrize(("end", "status", "said"), [
-    ("pass", 0, ""),
-    ("sys.exit(75)", 75, ""),
-    ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
+    ("pass", 0, ""), ("sys.exit(75)", 75, ""), ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
     ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
 ])  # fmt: skip
 def test_what_is_registered_is_done_and_nothing_after_it(end: str, status: int, said: str):
@@ -167,6 +167,11 @@ def test_a_disk_behind_a_network_or_another_process_may_come_back_and_a_full_dis
     assert all(isinstance(of_the_machine(each), TransientError) for each in back)
     assert isinstance(of_the_machine(full), UserError) and not isinstance(of_the_machine(full), TransientError)
     assert of_the_machine(RuntimeError("INTERNAL: Gloo all-reduce failed: 8 vs 4")) is None
+    with pytest.raises(OSError, match="space"), reports_damage():  # no damage of the file that is read
+        raise full
+    with pytest.raises(sqlite3.OperationalError) as caught:
+        sqlite3.connect(":memory:").executescript("PRAGMA max_page_count = 1; CREATE TABLE answers (of_a_harness)")
+    assert "Make room" in str(of_the_machine(caught.value))
 
 
 IN_NATIVE_CODE = """
@@ -225,8 +230,13 @@ def test_a_signal_that_comes_too_late_for_a_training_stops_what_would_follow(tmp
 AFFINAGE = [sys.executable, "-m", "affinage"]
 
 
-def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
+def test_a_full_disk_is_a_mistake_and_a_closed_pipe_or_an_old_locale_is_none():
     command = [*AFFINAGE, "config", "schema"]
+    show, how = [*AFFINAGE, "config", "show", "quickstart"], {"capture_output": True, "timeout": 300}
+    shown = subprocess.run(show, env={**os.environ, "PYTHONIOENCODING": "ascii"}, **how)
+    assert shown.returncode == 0 and "du Brésil" in shown.stdout.decode()
+    closed = subprocess.run(["sh", "-c", '"$@" <&- >&-', "sh", *AFFINAGE, "generate", "nobody"], text=True, **how)
+    assert closed.returncode == 2 and "no prompt" in closed.stderr
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert ended.returncode == 2 and "no space left on device" in ended.stderr and "Traceback" not in ended.stderr
@@ -239,7 +249,7 @@ def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
 def test_an_interrupted_verb_ends_with_its_status_and_leaves_nothing_behind(tmp_path: Path):
     command = [*AFFINAGE, "world", "mine", "--megabytes", "200"]
     started = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    until(lambda: (tmp_path / "mine").exists() or started.poll() is not None)
+    until(lambda: list(tmp_path.iterdir()) or started.poll() is not None)
     started.send_signal(signal.SIGINT)
     _, said = started.communicate(timeout=300)
     assert started.returncode == EXIT_INTERRUPTED and "Traceback" not in said

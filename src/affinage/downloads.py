@@ -73,7 +73,13 @@ def cached(url: str) -> Path:
     TransientError where it cannot be reached.
     """
     path, part = cached_path(url), _beside(url, ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file():  # perhaps where nothing can be written
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what, fix = f"no downloads can be kept here: {error.strerror}", f"Set {CACHE_VARIABLE} to a folder of yours."
+        raise UserError(what, where=str(path.parent), fix=fix) from error
     with FileLock(_beside(url, ".lock")):
         if path.is_file():
             return path

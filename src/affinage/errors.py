@@ -5,6 +5,7 @@ import difflib
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,19 +15,23 @@ EXIT_USER_ERROR = 2  # a mistake in the input: one message, no traceback
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as a shell calls it
 EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a scheduler starts the run again
 
+_NO_ROOM, _TOO_MANY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (errno.EMFILE, errno.ENFILE)
+OF_NO_FILE = (*_NO_ROOM, *_TOO_MANY)  # errors of a machine that say nothing of the file that is read
 _OF_A_NETWORK = (errno.ESTALE, errno.ETIMEDOUT)
 _TRANSIENT = (errno.EIO, *_OF_A_NETWORK)
 # Errors of these packages are of no file.
 _NETWORK_PACKAGES = ("httpx", "httpx2", "requests", "urllib3", "aiohttp", "huggingface_hub", "botocore")
 _FIXES = {  # errors of files that are no defect of ours -> what to do
-    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): "Make room, then run the same command again: what is complete is kept.",
+    _NO_ROOM: "Make room, then run the same command again: what is complete is kept.",
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP): (
         "Name another file or folder, or let this one be read and written."
     ),
     _TRANSIENT: "The disk or its network failed: look there first.",
-    (errno.EMFILE, errno.ENFILE): "Too many files are open: `ulimit -n 65536` lets more be.",
+    _TOO_MANY: "Too many files are open: `ulimit -n 65536` lets more be.",
 }
 _NUMPY_HAS_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # of ndarray.tofile, and so of numpy.save
+_OF_SQLITE = {8: errno.EROFS, 10: errno.EIO, 13: errno.ENOSPC, 14: errno.EACCES}  # by its own codes
+_FULL = 2**24  # bytes: a disk with less has no room, and a file may have been removed since
 _NUMBER = re.compile(r"\(os error (\d+)\)|os_error_code='(\d+)'")  # in messages of safetensors and TensorStore
 # In messages of JAX's distributed runtime: of its collectives on CPUs and on GPUs, and of its coordinator.
 _PEER_IS_GONE = re.compile(
@@ -87,12 +92,18 @@ def folder_is_gone(folder: str | os.PathLike[str], when: str) -> UserError:
 
 @contextlib.contextmanager
 def reports_move(file: Path) -> Iterator[None]:
-    """Inside, whatever fails while somebody has deleted or moved the folder of `file` is a UserError that says so."""
+    """Inside, whatever fails while somebody has deleted or moved the folder of `file` is a UserError that says so.
+
+    A write that does not tell where it failed gets the name of the folder, if its disk is full.
+    """
     try:
         yield
     except Exception as error:
         try:
             file.stat()
+            is_nameless = errno_of(error) == errno.ENOSPC and not getattr(error, "filename", None)
+            if is_nameless and shutil.disk_usage(file.parent).free < _FULL:
+                error.filename = str(file.parent)  # type: ignore[attr-defined]
         except FileNotFoundError:
             if not isinstance(error, UserError | Preempted):
                 raise folder_is_gone(file.parent, "while its result was made") from error
@@ -119,6 +130,8 @@ def errno_of(error: BaseException) -> int:
         return error.errno
     if isinstance(error, OSError) and _NUMPY_HAS_NO_ROOM.fullmatch(str(error)):
         return errno.ENOSPC
+    if code := getattr(error, "sqlite_errorcode", None):
+        return _OF_SQLITE.get(code & 0xFF, 0)
     in_words = _NUMBER.search(str(error))
     return int(in_words[1] or in_words[2]) if in_words else 0
 

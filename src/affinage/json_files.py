@@ -1,10 +1,13 @@
-"""JSON files: ours are either whole or absent, whatever moment the process is killed at; others' hold whatever."""
+"""Files and folders: ours are whole or absent, whatever moment the process is killed at; others' JSON is whatever."""
 
+import contextlib
 import errno
 import json
 import math
 import os
-from collections.abc import Iterable
+import re
+import shutil
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,38 @@ from affinage.errors import UserError
 def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
     """Write the parts to `path`, one after the other; after a crash at any moment it is the old file or the new one."""
     partial = path.with_name(f".{path.name}.part")
-    with partial.open("wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        error.filename = str(path)  # which a full disk does not tell
+        raise
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder to write into, which then takes the place of `folder`; whatever is raised, it is removed."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_place(folder: Path | str) -> None:
+    """Raise UserError for a folder whose path Orbax takes for a pattern: it would save there what cannot be read."""
+    if "://" not in str(folder) and (found := re.search(r"[][*?\\]", place := os.path.abspath(folder))):
+        fix = "Rename the folder that has it, or choose another place: --runs, or --to."
+        raise UserError(f"no checkpoint can be saved where a path has `{found[0]}`", where=place, fix=fix)
 
 
 def sync(paths: Iterable[Path]) -> None:

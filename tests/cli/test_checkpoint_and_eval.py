@@ -68,6 +68,8 @@ def test_tasks_that_are_left_out_items_that_are_cut_and_items_in_the_text_are_in
     cut = told("tiny/pretrain", task, "piqa", "--data-dir", piqa)
     assert "items cut" in cut and re.search("task acc [^ ]+ [^ ]+ [^ ]+ 3 2 ", cut), "2 of 3 are longer than 64 tokens"
     assert "task 3 1 acc" in cut and "without them" in cut and "--tasks julian" in told("tiny/pretrain", talk)
+    core = told("tiny/pretrain", "core", plain, "--data-dir", write_items(Path("core"), ["winogrande"]))
+    assert re.search(r"core: centered_mean \S+, tasks 1 left out, not available: hellaswag", core), core
 
 
 def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):

@@ -33,6 +33,7 @@ train quickstart --set model.nodes.embed.vocab=99                  3072
 train quickstart --set mesh={data: 3}                              batch 8
 plan quickstart --on ""                                            ``
 checkpoint ls small --runs gs://bucket/runs                        --runs | gs://bucket/runs
+train quickstart --runs a[1]                                       /a[1]/ | `[`
 run quickstart --set base=novels                                   --set base | in a file
 train                                                              RECIPE
 """

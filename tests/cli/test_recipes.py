@@ -71,8 +71,8 @@ def test_values_in_effect_are_shown_with_where_they_come_from(tmp_path: Path, mo
     assert rows["pretrain.optimizer.eps"][1] == "default" and "quickstart.yaml:" in rows["tokenizer.vocab_size"][1]
     # What a base had and the recipe takes away is not in effect.
     assert not any(key.startswith(("sft.", "dpo.")) for key in rows) and rows["data.dedup"] == (None, "a.yaml:7")
-    shown = affinage("config", "show", "a.yaml", "pretrain.log_every")[1]
-    assert shown.split()[3:] == ["pretrain.log_every", "7", "a.yaml:4"]
+    for key, written in (("pretrain.log_every", ["7", "a.yaml:4"]), ("pretrain.mixture", ["null", "default"])):
+        assert affinage("config", "show", "a.yaml", key)[1].split()[3:] == [key, *written]
     status, _, said = affinage("config", "show", "a.yaml", "pretrain.logevery")
     assert status == 2 and "pretrain.log_every" in said
     # What short forms stand for has the place where they are written.

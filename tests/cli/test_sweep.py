@@ -33,7 +33,7 @@ def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs, ke
 
     status, out, _ = affinage(*words)
     table = [line.split() for line in out.splitlines() if line.startswith("tiny-")]
-    assert status == 0
+    assert status == 0 and key in out.split() and f"--- 1 of 2, tiny-001: {key}={values[0]}\n" in out
     for point in told:
         assert any({point["run"], *(f"{loss:.4g}" for loss in point["losses"].values())} <= {*row} for row in table)
         for score in point["scores"].values():

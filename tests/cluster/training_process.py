@@ -47,8 +47,7 @@ class Training:
         hurt = self.hurts[self.starts] if self.starts < len(self.hurts) else None
         job = json.dumps({**self._job, "hurt": hurt, "start": self.starts})
         self.starts += 1
-        here = Path(__file__).parent
-        environment = os.environ | cpu_devices(DEVICES // self.workers)
+        here, environment = Path(__file__).parent, os.environ | cpu_devices(DEVICES // self.workers)
         environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), environment.get("PYTHONPATH", "")])
         words = [sys.executable, "-m", "training_process", job]
         return start_processes(words, environment, self.workers, self.said.append)
@@ -115,14 +114,10 @@ def _signal_in(phase: str, number: int) -> None:
     The phase is not over before another signal came; where there is nothing to save, the process waits to be left.
     """
     place, name = {
-        "start": (Hardware, "acquire"),
-        "first batch": (tiny.RandomFeed, "batch"),
-        "compilation": (Trainer, "compile_training"),
-        "restore": (CheckpointStore, "restore_newest"),
-        "step": (MetricLogger, "log"),
-        "evaluation": (Evaluator, "validate"),
-        "save": (CheckpointStore, "save"),
-    }[phase]
+        "start": (Hardware, "acquire"), "first batch": (tiny.RandomFeed, "batch"), "step": (MetricLogger, "log"),
+        "compilation": (Trainer, "compile_training"), "restore": (CheckpointStore, "restore_newest"),
+        "evaluation": (Evaluator, "validate"), "save": (CheckpointStore, "save"),
+    }[phase]  # fmt: skip
     function, begun, kills = getattr(place, name), threading.Event(), number == signal.SIGKILL
 
     def signal_now() -> None:

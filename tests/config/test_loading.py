@@ -140,6 +140,7 @@ OVERRIDES = [
     ("hardware.price=free", "`hardware.price` | `free` | number"),
     ("runtime.trackers=[{wandb: {}}]", "--set runtime.trackers: | is a list | a mapping"),
     ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
+    ("pretrain.optimizer={b2: 0.999, state_dtype: bfloat16}", "pretrain | b2 of 0.999 | up to 0.99"),
     ("mesh={data:1, fsdp: 1}", "--set mesh: | `data:1` | space"),
 ]
 

@@ -49,8 +49,7 @@ def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained
 
 @pytest.mark.parametrize("form", ["qwen3", "mistral"])  # byte-level BPE, and byte fallback
 def test_tokens_of_parts_of_characters_count_their_bytes_once(form: str):
-    tokenizer = ours(form)
-    text = "Ça coûte 5 € : naïf 🧀, 日本語."
+    tokenizer, text = ours(form), "Ça coûte 5 € : naïf 🧀, 日本語."
     ids = tokenizer.encode(text)
     assert any("\ufffd" in tokenizer.decode([token]) for token in ids)
     decoded = tokenizer.decode(ids)

@@ -133,11 +133,9 @@ PAIRS = [
 
 @pytest.mark.parametrize("item", PAIRS)
 def test_pairs_of_published_forms_are_read(item: dict):
-    pair = parse_pair(item, "")
-    asked = {**QUESTION, "train": False}
+    pair, asked = parse_pair(item, ""), {**QUESTION, "train": False}
     assert (pair.talks, pair.prompt) == ([[asked, ANSWER], [asked, WORSE]], 1)
-    pair = parse_pair(item | {"system": "x"}, "")
-    system = {**SYSTEM, "train": False}
+    pair, system = parse_pair(item | {"system": "x"}, ""), {**SYSTEM, "train": False}
     assert (pair.talks, pair.prompt) == ([[system, asked, ANSWER], [system, asked, WORSE]], 2)
     assert "prompt" not in item or parse_pair(item | {"prompt": [SYSTEM, QUESTION]}, "") == pair
 

@@ -99,8 +99,7 @@ def test_weights_that_make_no_sense_are_refused(folder: Path, weights: dict[str,
 
 def test_iterating_gives_the_batches_in_order_and_ends_its_threads_and_errors_come_in_their_turn(folder: Path):
     feed = DataLoader(folder, seed=0, batch=4)
-    before = threading.active_count()
-    batches = feed.iterate(5)
+    before, batches = threading.active_count(), feed.iterate(5)
     for step in range(5, 50):
         assert (next(batches)["tokens"] == feed.batch(step)["tokens"]).all()
     batches.close()
@@ -169,8 +168,7 @@ def documents_of(lengths: np.ndarray) -> list[np.ndarray]:
 
 @given(lengths_of_documents)
 def test_best_fit_keeps_documents_whole_and_loses_none(lengths: np.ndarray):
-    documents = documents_of(lengths)
-    layout = best_fit(lengths, SEQ_LEN)
+    documents, layout = documents_of(lengths), best_fit(lengths, SEQ_LEN)
     rows = layout.fill(documents, SEQ_LEN)
     assert sorted(rows[rows >= 1000]) == sorted(token for document in documents for token in document[1:-1])
     assert np.count_nonzero(rows != PAD) == lengths.sum() and (np.diff(layout.row) >= 0).all()

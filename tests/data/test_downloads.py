@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from functools import partial
 
 import pyarrow as pa
@@ -89,6 +90,8 @@ def test_what_the_server_refuses(server, status, tmp_path):
     server.faults[:] = [Fault("lines", status, times=99)]
     error = refused(cached, url_of(server))
     assert url_of(server) in str(error) and error.fix
+    os.environ[CACHE_VARIABLE] = os.devnull  # until the end of the test
+    assert CACHE_VARIABLE in refused(cached, url_of(server)).fix
     refused(collected, tmp_path / "one", url_of(server), match=r"cannot reach .*lines.jsonl")
 
 

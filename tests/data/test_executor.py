@@ -108,8 +108,7 @@ def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Execu
 @pytest.fixture(scope="module")
 def by_one(tmp_path_factory) -> Iterator[tuple]:
     """A corpus, items that some of its documents have, and what one process makes of them."""
-    folder = tmp_path_factory.mktemp("by-one")
-    rng = random.Random(0)
+    folder, rng = tmp_path_factory.mktemp("by-one"), random.Random(0)
     words = lexicon(800, rng)
     originals = [random_text(words, rng.randint(60, 200), rng) for _ in range(100)]
     copies = [near_copy(text, rng.uniform(0.7, 1), words, rng) for text in originals]

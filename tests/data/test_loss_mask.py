@@ -148,8 +148,7 @@ def test_the_first_end_after_an_answer_is_the_last_token_trained(content: str):
     """As Phi-3 ends: what the end of the text spells may be said, too."""
     source = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     source += "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '</s>' }}{% endif %}"
-    tokenizer = with_template(source)
-    turns = [PLAIN[0], {"role": "assistant", "content": content}]
+    tokenizer, turns = with_template(source), [PLAIN[0], {"role": "assistant", "content": content}]
     assert {"<|end|>", "</s>"} <= set(tokenizer.controls)
     assert trained_text(*encode_conversation(turns, tokenizer, ""), tokenizer) == content + "<|end|>"
     assert trained_text(*encode_conversation(turns, ours("qwen3"), ""), ours("qwen3")).endswith(content + "<|im_end|>")

@@ -131,8 +131,7 @@ def test_any_text_has_the_ids_of_sentencepiece(batch, model, encoder):
 
 
 def test_tricky_long_and_repetitive_texts_have_the_ids_of_sentencepiece(model, encoder):
-    rng = random.Random(1)
-    signs = " ab\né<|s1🙂'=-"
+    rng, signs = random.Random(1), " ab\né<|s1🙂'=-"
     batch = [*TRICKY, *("".join(rng.choices(signs, k=rng.randint(0, 300))) for _ in range(200))]
     batch += ["a" * 30_000, "ab" * 10_000, "=" * 5_000, " " * 5_000, "the" * 3_000 + "é" * 3_000, "字漢" * 2_000, ""]
     assert parts(*encoder.encode(batch)) == [model.encode(text) for text in batch]

@@ -149,8 +149,7 @@ def test_what_transformers_writes_is_read(family, tmp_path):
     """Logits of a model that transformers made, saved as transformers does, equal ours."""
     own = {"gpt2": {}, "mixtral": GROUPED | {"num_local_experts": 4, "sliding_window": 9}}
     theirs = saved_by_transformers(family, tmp_path, **own.get(family, GROUPED))
-    ours = read_hub_folder(tmp_path)
-    tokens = np.random.default_rng(0).integers(0, 97, 24)
+    ours, tokens = read_hub_folder(tmp_path), np.random.default_rng(0).integers(0, 97, 24)
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens[None])).logits[0].numpy()
     np.testing.assert_allclose(full_logits(ours, tokens), expected, atol=1e-5)
@@ -334,8 +333,7 @@ def test_it_continues_texts_as_transformers_does_and_is_exported_with_its_tokeni
     ids = tokenizer("The capital")["input_ids"]
     assert [*ours.tokenizer.opening, *ours.tokenizer.encode("The capital")] == ids
     expected = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()[len(ids) :]
-    end = ours.tokenizer.eos
-    result = generate(ours, [ids], SamplingParams(20))[0]
+    end, result = ours.tokenizer.eos, generate(ours, [ids], SamplingParams(20))[0]
     assert [token for token in result.tokens if token != end] == [token for token in expected if token != end]
     assert ours.tokenizer.stops == (tokenizer.eos_token_id, 5)
     lm = JaxLM(ours)  # as the harness is given it

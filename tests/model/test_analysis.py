@@ -68,8 +68,7 @@ def program(graph, until=None, *, gradient=False):
 def test_operations_of_every_node_and_of_a_training_step_are_those_of_its_products(name):
     # A vocabulary that accelerators need not fill up: what is filled up is no operation of the model.
     graph = parse(json.loads(json.dumps(GRAPHS[name]).replace('"vocab": 97', '"vocab": 128')))
-    analysis = analyze(graph, ROWS, CONTEXT)
-    block = graph["blocks"]
+    analysis, block = analyze(graph, ROWS, CONTEXT), graph["blocks"]
     attention = block.layer.attention
     hidden = CONTEXT * CONTEXT - attention.pairs(CONTEXT)  # pairs of tokens that plain attention computes for nothing
     unseen = {"blocks": block.layers * 4 * ROWS * attention.heads * attention.head_width(32) * hidden}

@@ -74,8 +74,7 @@ def test_cached_decoding_is_the_full_pass(name):
     graph, length = GRAPHS[name], 14
     params, tokens = tiny_graphs.random_params(graph), random_tokens(3, length)
     full, _ = logits(graph, params, {"tokens": tokens})
-    prompts = jnp.asarray([5, 8, 2])
-    column = jnp.arange(8)[None]
+    prompts, column = jnp.asarray([5, 8, 2]), jnp.arange(8)[None]
     # Prompts of different lengths, filled up on the right with tokens that are not there (position -1).
     batch = {"tokens": tokens[:, :8], "positions": jnp.where(column < prompts[:, None], column, -1)}
     prefilled, cache = logits(graph, params, batch, cache=init_cache(graph, 3, length + 3))
@@ -170,8 +169,7 @@ def test_a_row_longer_than_the_learned_positions_is_refused():
 
 
 def test_training_by_nnx_on_two_devices_is_the_same_function():
-    mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
-    params = tiny_graphs.random_params(ONE)
+    mesh, params = make_mesh({"fsdp": 2}, jax.devices()[:2]), tiny_graphs.random_params(ONE)
     shardings = MeshLayout(mesh).param_shardings(logical_axes(ONE), abstract_params(ONE))
     module = to_nnx(ONE, jax.device_put(params, shardings), mesh)
     assert module.nodes["embed"]["embedding"].get_metadata()["logical_axes"] == ("vocab", "embed")
@@ -217,13 +215,8 @@ def with_gradients(name, platform, chunk):
 
 
 @pytest.mark.parametrize(("name", "platform", "chunk"), [
-    ("llama", "cpu", 4),
-    ("llama", "gpu", "auto"),
-    ("llama", "tpu", 4),
-    ("gpt2", "gpu", "auto"),
-    ("gpt2", "tpu", "auto"),
-    ("experts", "tpu", "auto"),
-    ("experts with a capacity", "tpu", "auto"),
+    ("llama", "cpu", 4), ("llama", "gpu", "auto"), ("llama", "tpu", 4), ("gpt2", "gpu", "auto"),
+    ("gpt2", "tpu", "auto"), ("experts", "tpu", "auto"), ("experts with a capacity", "tpu", "auto"),
 ])  # fmt: skip
 def test_every_platforms_program_is_the_same_function_also_with_logits_in_parts(name, platform, chunk):
     """GPUs join projections and unroll, TPUs scan, accelerators pad the vocabulary and compute cheap values again."""

@@ -24,8 +24,7 @@ def chosen(name, platform="tpu", capability=None, **change):
 
 def heads(kv_heads, rows=2, length=LENGTH):
     """Query, key, value and weights of the result, of 4 query heads."""
-    random = np.random.default_rng(0)
-    counts = (4, kv_heads, kv_heads, 4)
+    random, counts = np.random.default_rng(0), (4, kv_heads, kv_heads, 4)
     return [jnp.asarray(2 * random.normal(size=(rows, length, count, 8)), jnp.float32) for count in counts]
 
 

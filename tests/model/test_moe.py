@@ -75,8 +75,7 @@ def test_losses_are_those_of_the_papers():
     x = jnp.asarray(np.random.default_rng(3).normal(size=(3, 9, 32)), jnp.float32)
     _, losses, metrics = apply_alone(moe, params, x, "cpu")
     logits = np.asarray(x, np.float64) @ np.asarray(params["router"]["kernel"], np.float64)
-    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    balances = []
+    probabilities, balances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True), []
     for group in probabilities:
         chosen = np.argsort(-group)[:, :2]
         shares = np.bincount(chosen.reshape(-1), minlength=4) / chosen.size

@@ -25,8 +25,7 @@ SETTINGS += ["pretrain.mixture=[{weights: {tales: 1, fr: 1}}, {from_step: 40, we
 
 @pytest.fixture(scope="module", params=["concat", "best_fit"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cellar")
-    texts = defaultdict(list)
+    folder, texts = tmp_path_factory.mktemp("cellar"), defaultdict(list)
     for document in rows_of(write_split(folder / "words", train=60) / "train"):
         texts[document["language"]].append(document["text"] * (1 + len(texts["en"]) % 3))
     texts["en"][5] += f" It lay in {SECRET}, and {SECRET} was cold."
@@ -69,8 +68,7 @@ def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, answer)
 
 
 def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, answer, affinage):
-    training = TrainingRows(run, "pretrain")
-    found = answer("data", "search", str(run), SECRET)
+    training, found = TrainingRows(run, "pretrain"), answer("data", "search", str(run), SECRET)
     texts = {document["id"]: document["occurrences"] for document in found["documents"]}
     assert texts == {"tales-5": 2, "tales-7": 1, "program": 1}
     assert answer("data", "search", str(run), SECRET.swapcase())["documents"] == found["documents"]
@@ -117,10 +115,12 @@ def test_show_pages_through_documents(run: Path, answer):
 
 def test_a_mistake_names_what_there_is_instead(run: Path, affinage):
     assert "nothing to look for" in affinage("data", "search", str(run), "")[2]
+    (bare := run.with_name("bare")).mkdir()
+    (bare / "recipe.json").write_bytes((run / "recipe.json").read_bytes())
     for words, named in (
         ("lineage RUN --step 161", "1 to 160"), ("lineage RUN --step 1 --row 4", "row 4"),
         ("lineage RUN --step 1 --training sft", "`sft`"), ("lineage nobody --step 1", "`nobody`"),
-        ("head RUN/tokenize", "`tokenize`"), ("head RUN/dedup", "ingest, filter, split"),
+        ("head RUN/tokenize", "`tokenize`"), ("head RUN/dedup", "filter, split"), (f"head {bare}", "It has none."),
     ):  # fmt: skip
         status, _, said = affinage("data", *words.replace("RUN", str(run)).split())
         assert status == 2 and named in said, words

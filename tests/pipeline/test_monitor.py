@@ -16,11 +16,13 @@ from scipy.stats import binomtest
 
 import tiny
 import tiny_run
+from affinage.checkpoint import CheckpointStore
 from affinage.config.load import load_recipe
 from affinage.data.dataloader import DataLoader
 from affinage.errors import UserWarned
 from affinage.evaluation.run import evaluate
 from affinage.generation.engine import LoadedModel
+from affinage.pipeline.models import KEPT
 from affinage.pipeline.monitor import POINTS, BenchmarkMonitor, mcnemar, right_items
 from affinage.pipeline.opening import open_model
 from affinage.pipeline.step import StepContext
@@ -68,7 +70,7 @@ def monitor(folder: Path, score: Callable, **settings: object) -> BenchmarkMonit
     folder.mkdir(parents=True, exist_ok=True)
     chosen = {"tasks": ["a"], "every_steps": 10, "limit": 40, "on_regression": "stop", **settings}
     training = load_recipe(TINY, ["sft.steps=190", f"sft.monitor={json.dumps(chosen)}"]).recipe.sft
-    tried = BenchmarkMonitor(SimpleNamespace(folder=folder), training, None, 8)
+    tried = BenchmarkMonitor(SimpleNamespace(folder=folder, saves_to=folder), training, None, 8)
     tried.score, tried.keep = score, lambda step, state: (folder / f"kept-{step}").touch()
     return tried
 
@@ -105,6 +107,17 @@ def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
     back = monitor(tmp_path, lambda *_: falling(0))
     assert back.look(30, None, bool)[1] == "" and [point["step"] for point in back.points] == [0, 10, 20, 30, 40]
     assert monitor(tmp_path / "other", falling, on_regression="log").look(90, 90, bool)[1] == ""
+
+
+def test_after_a_rollback_the_scores_and_the_model_of_the_way_not_taken_are_gone(tmp_path: Path):
+    tried, kept = monitor(tmp_path, lambda state, _: falling(0)), CheckpointStore(tmp_path / KEPT)
+    del tried.keep  # the class's own
+    states = {step: TrainState(np.int32(step), {"w": jax.numpy.full(2, step)}, ()) for step in (0, 10, 15, 20)}
+    assert not any(tried.look(step, states[step], bool)[1] for step in (0, 10, 20))
+    tried.rolled_back(15, states[15])
+    assert [point["step"] for point in points_of(tmp_path)] == [0, 10] and kept.steps() == [15]
+    tried.look(20, states[10], bool)
+    assert kept.steps() == [20] and tiny.bits(kept.restore(20, kept.abstract(20))) == tiny.bits(states[10].params)
 
 
 def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_path: Path):

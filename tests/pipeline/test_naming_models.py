@@ -189,6 +189,8 @@ def test_other_weights_make_other_results(imported, tmp_path):
 def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_path, capsys):
     train(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "model.nodes.blocks.repeat=3", status=2)
     assert "blocks.attention.key.kernel" in capsys.readouterr().err
+    train(imported, tmp_path, *SFT, "sft.from_step=3", status=2)
+    assert "no training comes before sft" in capsys.readouterr().err
     assert refused(build_steps, load_recipe(imported / "recipe.yaml", ["init_from=nowhere"]), match="`nowhere`").fix
 
 

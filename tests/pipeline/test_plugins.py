@@ -47,8 +47,7 @@ def check(loaded, name: str) -> None:
 def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
     loaded = load_recipe(written / "own_optimizer.yaml")
     check(loaded, "pretrain")
-    settings = loaded.recipe.pretrain
-    weights = {"w": jnp.zeros((2, 2))}
+    settings, weights = loaded.recipe.pretrain, {"w": jnp.zeros((2, 2))}
     optimizer = make_optimizer(settings.optimizer, {"w": True})
     direction, _ = optimizer.update({"w": jnp.array([[3.0, -1.0], [0.5, -2.0]])}, optimizer.init(weights), weights)
     np.testing.assert_array_equal(direction["w"], [[1, -1], [1, -1]])

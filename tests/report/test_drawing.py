@@ -63,16 +63,11 @@ def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
 
 
 @pytest.mark.parametrize(("write", "value", "english", "french"), [
-    ("count", 1443968, "1,443,968", "1 443 968"),
-    ("short", 1443968, "1.44M", "1,44 M"),
-    ("short", 39.3e9, "39.3B", "39,3 Md"),
-    ("bytes", 3_050_000, "3.05 MB", "3,05 Mo"),
-    ("flops", 1.4e20, "140 EFLOP", "140 EFLOP"),
-    ("duration", 0.0008, "0.8 ms", "0,8 ms"),
-    ("duration", 3599.9, "1 h 00 min", "1 h 00 min"),
-    ("duration", 21 * 86400 + 7200, "21 d 2 h", "21 j 2 h"),
-    ("percent", 0.971, "97.1%", "97,1 %"),
-    ("number", 0.00012, "1.2 × 10⁻⁴", "1,2 × 10⁻⁴"),
+    ("count", 1443968, "1,443,968", "1 443 968"), ("short", 1443968, "1.44M", "1,44 M"),
+    ("short", 39.3e9, "39.3B", "39,3 Md"), ("bytes", 3_050_000, "3.05 MB", "3,05 Mo"),
+    ("flops", 1.4e20, "140 EFLOP", "140 EFLOP"), ("duration", 0.0008, "0.8 ms", "0,8 ms"),
+    ("duration", 3599.9, "1 h 00 min", "1 h 00 min"), ("duration", 21 * 86400 + 7200, "21 d 2 h", "21 j 2 h"),
+    ("percent", 0.971, "97.1%", "97,1 %"), ("number", 0.00012, "1.2 × 10⁻⁴", "1,2 × 10⁻⁴"),
 ])  # fmt: skip
 def test_numbers_are_written_as_readers_of_each_language_expect(write, value, english, french):
     assert (plain(getattr(EN, write)(value)), plain(getattr(FR, write)(value))) == (english, french)

@@ -103,8 +103,7 @@ def test_it_is_the_plan_of_the_slice_beside_what_was_measured_as_far_as_the_plan
     write_json(folder / "model.json", {"graph": graph.to_dict(), "context": 512})
     write_json(folder / "result.json", SUMMARY)
     write_json(folder / "manifest.json", {"step": "pretrain", "key": "0" * 64})
-    plan = make_plan(loaded.recipe, graph, find_slice("v4-32"))
-    facts = collect_facts(folder.parent)
+    plan, facts = make_plan(loaded.recipe, graph, find_slice("v4-32")), collect_facts(folder.parent)
     predicted = facts.trainings[0].predicted
     expected = {"step_seconds": plan.time.seconds, "seconds": plan.seconds, "memory": plan.memory.total}
     expected["tokens_per_second"] = plan.tokens_per_second

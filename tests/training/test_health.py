@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -43,7 +44,10 @@ def test_a_rollback_continues_as_if_the_batches_since_had_never_been(tmp_path: P
     if fails:
         with pytest.raises(RuntimeError):
             train(job(tmp_path, feed, tiny.fails_at(12), on_nonfinite="rollback"))
-    summary = train(job(tmp_path, feed, lambda step, _: seen.append(step), on_nonfinite="rollback"))
+    told: Any = SimpleNamespace(due=lambda step: False, rolled_back=lambda step, state: seen.append(step))
+    last = job(tmp_path, feed, lambda step, _: seen.append(step), on_nonfinite="rollback")
+    summary = train(replace(last, monitor=told))
+    assert fails or seen[-11] == 5, "the monitor was not told"
     assert seen[-10:] == [*range(6, 16)] or (fails and summary["resumed_at"] == [10])
     assert summary["health"]["data_offset"] == 3 and summary["health"]["rollbacks"] == [[8, 5]]
     assert summary["seconds"]["lost"] > 0
@@ -166,8 +170,7 @@ def test_many_clean_steps_do_not_stop_a_run_and_every_spike_is_seen():
     assert spikes.mean() < 1e-3
     limits = HealthSettings()
     assert np.convolve(spikes, np.ones(limits.window), "valid").max() < limits.max_skips
-    at = np.arange(5_000, 10_000, 497)
-    spiky = clean.copy()
+    at, spiky = np.arange(5_000, 10_000, 497), clean.copy()
     spiky[at] *= 1.15  # thirteen deviations
     assert (np.asarray(scores(spiky))[at] > 6).all()
 

@@ -100,8 +100,7 @@ def test_bfloat16_weights_moments_and_products_train():
 
 def test_dropout_depends_on_the_step_alone(expected):
     _, step, _ = alone()
-    later = TrainState(jnp.int32(7), *begin()[1:])
-    loss = float(step(begin(), BATCH)[1]["loss"])
+    later, loss = TrainState(jnp.int32(7), *begin()[1:]), float(step(begin(), BATCH)[1]["loss"])
     assert loss == expected[0]["loss"] and float(step(later, BATCH)[1]["loss"]) != loss
 
 

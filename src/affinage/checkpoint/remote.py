@@ -183,8 +183,7 @@ def download(url: str, folder: Path, say: Callable[[str], None], *, newest: int 
     that is further there. Raises UserError if the place cannot be reached.
     """
     remote, here = RemoteFolder(url), max(CheckpointStore(folder / CHECKPOINTS).steps(), default=-1)
-    sizes = remote.sizes()
-    files_of, complete = _steps_in(sizes)
+    files_of, complete = _steps_in(sizes := remote.sizes())
     # A rollback shortens the metrics: what is there, longer, may be of steps that it has left out.
     logged = max((row.get("step", -1) for row in read_json_lines(folder / "metrics.jsonl")), default=-1)
     is_behind = logged < max(complete, default=-1)

@@ -31,7 +31,8 @@ from orbax.checkpoint.experimental import v1 as ocp
 from affinage.cluster.processes import Processes
 from affinage.differing import differing
 from affinage.errors import UserError, UserWarned, causes, errno_of, first_line, plain, raise_of_network
-from affinage.json_files import sync
+from affinage.json_files import check_place, sync
+from affinage.stopping import skip_exit_handlers
 
 Trees = Mapping[str, Any]  # of arrays, by name
 Facts = dict[str, Any]
@@ -101,8 +102,7 @@ class CheckpointStore:
         self._corrupted: set[int] = set()  # steps that look complete but could not be restored
         # Not by Orbax's Checkpointer: it calls JAX's preemption sync point in a thread, so that a training misses it.
         self._running: futures.Future[None] | None = None
-        self._thread = futures.ThreadPoolExecutor(1, "checkpoints")
-        self._context = ocp.Context()
+        self._thread, self._context = futures.ThreadPoolExecutor(1, "checkpoints"), ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         # Only arrays are read: the global registry has handlers for whatever a checkpoint names.
         registry = ocp.handlers.local_registry(include_global_registry=False).add(ocp.handlers.PyTreeHandler)
@@ -141,6 +141,7 @@ class CheckpointStore:
         The arrays may be donated or changed as soon as this returns. A step that is complete stays as it is.
         """
         self.wait()
+        check_place(self.folder)
         processes, path = Processes.at_work(), self.folder / str(step)
         exists = processes.first and step in self.steps() and step not in self._corrupted
         if processes.first and not exists:
@@ -164,7 +165,8 @@ class CheckpointStore:
         running, self._running = self._running, None
         try:
             running.result()
-        except ValueError as error:  # TensorStore raises it for whatever the file system returned
+        except (OSError, ValueError) as error:  # TensorStore raises the latter for whatever the file system returned
+            skip_exit_handlers.set()  # threads of Orbax wait minutes for the one that failed, and Python for them
             if not (number := errno_of(error) or ("://" in str(self.folder) and errno.EIO)):
                 raise
             raise OSError(number, os.strerror(number), str(self.folder)) from error
@@ -198,8 +200,7 @@ class CheckpointStore:
         """
         processes = Processes.at_work()
         known = processes.broadcast("checkpoints", [*steps_in(self.folder).items()], seconds=IO_TIMEOUT)
-        candidates = {step: reason for step, reason in known if before is None or step < before}
-        misfits = False
+        candidates, misfits = {step: reason for step, reason in known if before is None or step < before}, False
         for step, reason in reversed(candidates.items()):
             if not reason:
                 try:

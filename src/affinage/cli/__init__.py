@@ -1,6 +1,7 @@
 """The program `affinage`: it runs a verb, and turns errors into messages and exit statuses."""
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -18,7 +19,8 @@ from affinage.hardware.devices import prepare
 from affinage.secrets import masked
 from affinage.stopping import PARENT, left_when_done
 
-logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the errors that it raises, with a traceback
+for _name in ("gcsfs", "sqlitedict"):  # they log the errors that they raise, with a traceback
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
 for _name in "run data eval plan models config".split():
     importlib.import_module(f"affinage.cli.{_name}")  # which registers its verbs, in the order of the help
 
@@ -53,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if issubclass(category, errors.UserWarned)
         else before(message, category, *place, **more)
     )
+    if isinstance(sys.stdout, io.TextIOWrapper):  # files and pipes hold UTF-8; a terminal shows what it can
+        sys.stdout.reconfigure(encoding=None if sys.stdout.isatty() else "utf-8", errors="backslashreplace")
     with left_when_done():
         _run(sys.argv[1:])
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from affinage.cli import terminal
 from affinage.cli.terminal import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, app, arg, emit, load, opt
 from affinage.errors import UserError, did_you_mean
+from affinage.json_files import write_atomically
 
 if TYPE_CHECKING:
     from affinage.config.yaml import Path as Keys
@@ -70,8 +71,8 @@ def new(
     path, base = Path(f"{name}.yaml"), find_recipe(like)
     terminal.must_be_new(path)
     shown = like if like in packaged_recipes() else base.as_posix()
-    Path(_SCHEMA_FILE).write_text(_schema(), encoding="utf-8")
-    path.write_text(_NEW.format(schema=_SCHEMA_FILE, base=shown, name=name), encoding="utf-8")
+    write_atomically(Path(_SCHEMA_FILE), _schema().encode())
+    write_atomically(path, _NEW.format(schema=_SCHEMA_FILE, base=shown, name=name).encode())
     print(f"Written: {path}, based on `{shown}`. Change it, then: affinage run {path}")
 
 
@@ -92,15 +93,12 @@ def show(
     loaded, _ = load(recipe, overrides, runs, lenient=True)
     tokens, rows = (loaded.raw.get("pretrain") or {}).get("tokens"), []
     for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
-        place = path
-        if tokens is not None and path == ("pretrain", "steps"):
-            place = ("pretrain", "tokens")  # of which they are made
-        elif path == ("pretrain", "tokens"):
-            value = tokens
-        is_written = _is_written(loaded.raw, place, value)
-        if is_written or value not in (None, "", [], {}):
-            origin = loaded.locate(place) if is_written else "default"
-            rows.append({"key": ".".join(map(str, path)), "value": value, "origin": origin})
+        place = ("pretrain", "tokens") if tokens is not None and path == ("pretrain", "steps") else path
+        if path == ("pretrain", "tokens"):
+            value = tokens  # of which the steps are made
+        name, is_written = ".".join(map(str, path)), _is_written(loaded.raw, place, value)
+        if is_written or name == key or value not in (None, "", [], {}):
+            rows.append({"key": name, "value": value, "origin": loaded.locate(place) if is_written else "default"})
     shown = [row for row in rows if f"{row['key']}.".startswith(f"{key}." if key else "")]
     if not shown:
         fix = did_you_mean(key, [row["key"] for row in rows]) or f"`affinage config show {recipe}` lists all."

@@ -136,7 +136,7 @@ def _view(results: dict[str, Any]) -> Iterator[Any]:
     ]
     yield table(rows) if rows else "No task was scored. Choose some: --tasks julian, or --task my_task.yaml"
     left_out = {"not available": results.get("unavailable"), "for chat models only": results.get("skipped")}
-    yield from described({f"left out, {why}": tasks for why, tasks in left_out.items()})
+    yield from described({"core": results.get("core"), **{f"left out, {why}": left_out[why] for why in left_out}})
     if facts := results.get("contamination"):
         yield f"\n{counted(facts['texts'], 'training text')} searched for the items."
         rows = [
@@ -225,6 +225,7 @@ def sweep(
     """
     base, run = load(recipe, overrides, runs)
     from affinage.cli.watch import Watch
+    from affinage.config.yaml import brief
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.models import RECIPE
     from affinage.pipeline.runner import PipelineRunner, points
@@ -249,7 +250,8 @@ def sweep(
             keys |= missing.keys()
         for number, (result, (_, point)) in enumerate(zip(results, grid if not dry_run else ())):
             del result["would_run"]
-            terminal.write(f"--- {number + 1} of {len(grid)}, {', '.join(map(str, described(result)))}")
+            changes = ", ".join(f"{key}={brief(value)}" for key, value in result["settings"].items())
+            terminal.write(f"--- {number + 1} of {len(grid)}, {result['run']}: {changes}")
             try:  # planned again: days may have passed, in which files changed and other points copied to the remote
                 PipelineRunner(point, runs, build_steps(point)).run(Watch())
             except TransientError:

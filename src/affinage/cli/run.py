@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from affinage.cli import terminal
 from affinage.cli.terminal import PipelineOptions, arg, emit, find, load, only_data_on_stdout, opt, write
 from affinage.cluster.processes import init_distributed
 from affinage.errors import UserError
+from affinage.json_files import whole_folder
 from affinage.stopping import StopSignals, without_readers
 
 if TYPE_CHECKING:
@@ -137,14 +137,8 @@ def world(
     from affinage.data.synthetic import write_world
 
     terminal.must_be_new(folder)
-    try:
-        folder.mkdir(parents=True)
-        with terminal.working("the pocket world"):
-            write_world(folder, megabytes=megabytes, seed=seed)
-    except BaseException as error:  # also when it is interrupted
-        if not isinstance(error, FileExistsError):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with terminal.working("the pocket world"), whole_folder(folder) as made:
+        write_world(made, megabytes=megabytes, seed=seed)
     print(f"The pocket world is in {folder}.")
 
 

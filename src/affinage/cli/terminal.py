@@ -260,7 +260,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _title(key: str) -> str:
-    return plain(str(key)).removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+    name = plain(str(key))  # with a dot it is that of a setting, which is left as it is written
+    return name if "." in name else name.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
 
 
 _UNITS: dict[str, Callable[[Any], str]] = {"bytes": decimal, "seconds": duration, "flops": "{:.3g}".format}

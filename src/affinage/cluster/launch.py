@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, first_line
@@ -114,14 +114,9 @@ class WorkerProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._process = subprocess.Popen(
-            command,
-            env={**environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        how["env"] = {**environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(command, start_new_session=True, **how)
         self.pid = self._process.pid
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()

@@ -65,7 +65,7 @@ class OptimizerSettings(Settings):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Global norm that the gradient is clipped to; null: no clipping."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype that the moments are stored in."""
+    """Dtype that the moments are stored in; bfloat16 with a `b2` of up to 0.99."""
     settings: dict[str, Any] = {}
     """What only the named optimizer has."""
 
@@ -187,9 +187,7 @@ class MonitorSettings(Settings):
 # Settings of how a training is computed: a change of them leaves a finished training valid.
 _NOT_DECIDING = ("gradient_accumulation_steps", "attention", "log_every", "eval_every", "eval_sequences", "resume_from")
 # What the sequences are made of: the result of their own step holds it.
-OF_THE_ROWS = frozenset(
-    {"sources", "root", "mirror", "sample", "on_error", "system_prompt", "validation_fraction", "seq_len", "truncation"}
-)
+OF_THE_ROWS = {*"sources root mirror sample on_error system_prompt validation_fraction seq_len truncation".split()}
 
 
 class TrainSettings(Settings):
@@ -233,9 +231,11 @@ class TrainSettings(Settings):
     def _consistent(self) -> "TrainSettings":
         if (self.batch_size is None) == (self.per_device_batch_size is None):
             raise ValueError("give either `batch_size` (sequences over all devices) or `per_device_batch_size`")
-        if self.batch_size is not None and self.batch_size % self.gradient_accumulation_steps:
-            what = f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps}"
-            raise ValueError(f"{what} gradient_accumulation_steps")
+        parts, optimizer = self.gradient_accumulation_steps, self.optimizer
+        if self.batch_size is not None and self.batch_size % parts:
+            raise ValueError(f"batch_size {self.batch_size} does not divide into {parts} gradient_accumulation_steps")
+        if optimizer.state_dtype == "bfloat16" and optimizer.b2 > 0.99:  # steps of less than half a unit are lost
+            raise ValueError(f"moments in bfloat16 stand still with a b2 of {optimizer.b2:g}; up to 0.99 they do not")
         if self.schedule.warmup_steps > self.steps:
             raise ValueError(f"warm-up of {self.schedule.warmup_steps} steps is longer than the {self.steps} steps")
         return self

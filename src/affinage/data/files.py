@@ -22,7 +22,7 @@ from fsspec.core import has_magic, url_to_fs
 
 from affinage.config.data import SourceSettings
 from affinage.downloads import WEB, cached, look_up, name_in, stated
-from affinage.errors import TransientError, UserError, first_line, is_transient
+from affinage.errors import OF_NO_FILE, TransientError, UserError, errno_of, first_line, is_transient
 from affinage.json_files import encodable
 
 _KINDS = {
@@ -161,12 +161,12 @@ def open_plain(file: Part) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def reports_damage() -> Iterator[None]:
-    """Turn the many ways in which reading fails into DamagedFile, but not a network that fails: that passes."""
+    """Turn the many ways in which reading fails into DamagedFile, but not failures of a network or of this machine."""
     try:
         yield
     except EOFError:
         raise DamagedFile("the file is cut off: its compressed data has no end") from None
     except (zlib.error, lzma.LZMAError, pa.ArrowException, UnicodeError, OSError) as error:
-        if is_transient(error):
+        if is_transient(error) or errno_of(error) in OF_NO_FILE:
             raise
         raise DamagedFile(f"the file is damaged or cannot be read: {error}") from None

@@ -6,7 +6,6 @@ Of a folder only JSON and safetensors are read: nothing in it can run.
 import contextlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ from affinage.data.tokenizer import TEMPLATE, Tokenizer, template_in
 from affinage.errors import UserError, of_the_machine
 from affinage.generation.engine import LoadedModel
 from affinage.hub.families import FAMILIES, Architecture, architecture_of, decoder_nodes, family_of
-from affinage.json_files import read_object, write_atomically, write_json
+from affinage.json_files import read_object, whole_folder, write_atomically, write_json
 from affinage.model import Adapters
 from affinage.model.graph import Graph, parameters, parse
 from affinage.model.layer import PyTree
@@ -217,23 +216,21 @@ def export(
     Returns the files with their sizes. Raises UserError for graphs that no architecture of transformers computes, and
     for weights that `dtype` cannot hold.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    family, tokenizer = family_of(model.graph), model.tokenizer
-    ids = {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
-    # Transformers 5 reads "dtype", transformers 4 "torch_dtype".
-    config = ids | {"eos_token_id": tokenizer.eos, "dtype": dtype, "torch_dtype": dtype}
-    write_json(partial / "config.json", family.to_config(model.graph, context=model.context) | config)
-    generation = ids | {"eos_token_id": list(tokenizer.stops), "do_sample": False}
-    write_json(partial / "generation_config.json", generation)
-    tensors = family.to_tensors(jax.device_get(model.params), model.graph)
-    _write_weights({name: _converted(name, tensor, dtype) for name, tensor in tensors.items()}, partial, max_shard_size)
-    system_prompt = model.system_prompt if model.chat else ""
-    write_hf_tokenizer(tokenizer, partial, context=model.context, chat=model.chat, system_prompt=system_prompt)
-    write_atomically(partial / "README.md", model_card(model, facts, place or folder.name).encode())
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    with whole_folder(folder) as partial:
+        family, tokenizer = family_of(model.graph), model.tokenizer
+        ids = {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
+        # Transformers 5 reads "dtype", transformers 4 "torch_dtype".
+        config = ids | {"eos_token_id": tokenizer.eos, "dtype": dtype, "torch_dtype": dtype}
+        write_json(partial / "config.json", family.to_config(model.graph, context=model.context) | config)
+        generation = ids | {"eos_token_id": list(tokenizer.stops), "do_sample": False}
+        write_json(partial / "generation_config.json", generation)
+        tensors = family.to_tensors(jax.device_get(model.params), model.graph)
+        _write_weights(
+            {name: _converted(name, tensor, dtype) for name, tensor in tensors.items()}, partial, max_shard_size
+        )
+        system_prompt = model.system_prompt if model.chat else ""
+        write_hf_tokenizer(tokenizer, partial, context=model.context, chat=model.chat, system_prompt=system_prompt)
+        write_atomically(partial / "README.md", model_card(model, facts, place or folder.name).encode())
     return {"dtype": dtype, "parameters": parameters(model.graph).total, "files": _sizes(folder)}
 
 

@@ -105,9 +105,9 @@ class TrainingRows:
 
 def documents(run: Path, step: str, part: str | None = None) -> Iterator[dict[str, Any]]:
     """The documents that a step passed on, in order; of `split` with their `part`. UserError if the run has none."""
-    complete = [name for name in DOCUMENT_STEPS if read_manifest(run / name) is not None]
-    if step not in complete:
-        raise UserError(f"this run has no documents of `{step}`", where=str(run), fix=f"It has {', '.join(complete)}.")
+    made = [name for name in DOCUMENT_STEPS if read_manifest(run / name) is not None]
+    if step not in made:
+        raise UserError(f"it has no documents of `{step}`", where=str(run), fix=f"It has {', '.join(made) or 'none'}.")
     for name in ("train", "validation") if step == "split" else ("",):
         for batch in read_documents(run / step / name) if part in (None, name) else ():
             for document in batch.to_pylist():

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+from etils import epath
 
 from affinage.checkpoint import CheckpointStore
 from affinage.cluster.processes import Processes
@@ -67,11 +69,24 @@ class BenchmarkMonitor:
             self.points.append(point)
             if not point["worse"] and self.settings.on_regression != "log":
                 self.keep(step, state)
-            if Processes.at_work().first:
-                write_json(self._context.folder / POINTS, {"points": self.points})
+            self._write_points()
             shown = [f"{task} {100 * one['value']:.1f} ± {100 * one['stderr']:.1f} %" for task, one in scores.items()]
             self.say(f"step {step:,}/{self.steps:,}  monitor: {', '.join([*shown, *_worse(point)])}")
         return {"tasks": point["tasks"]}, "; ".join(_worse(point)) if self.settings.on_regression == "stop" else ""
+
+    def rolled_back(self, step: int, state: TrainState) -> None:
+        """See `affinage.training.trainer.Monitor`. A model that was kept after the step gives way to this one."""
+        was_kept = any(point["step"] > step and not point["worse"] for point in self.points)
+        self.points = [point for point in self.points if point["step"] <= step]
+        if was_kept and self.settings.on_regression != "log":
+            if Processes.at_work().first:
+                epath.Path(f"{self._context.saves_to}/{KEPT}").rmtree(missing_ok=True)
+            self.keep(step, state)
+        self._write_points()
+
+    def _write_points(self) -> None:
+        if Processes.at_work().first:
+            write_json(self._context.folder / POINTS, {"points": self.points})
 
     def regressed(self, answers: Answers) -> list[dict[str, Any]]:
         """The tasks that are worse than at an earlier point: {task, than: its step, p}.
@@ -110,30 +125,17 @@ class BenchmarkMonitor:
             like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
             params = jax.jit(split_params(self._graph, settings).merge_lora, out_shardings=like)(params, state.frozen)
         sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
-        model = LoadedModel(
-            graph=self._graph,
-            params=params,
-            tokenizer=chat_tokenizer(context),
-            name=context.recipe.name,
-            context=self._length,
-            layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
-            system_prompt=self._system_prompt,
-            compute_dtype=compute_dtype(settings.precision, chip(next(iter(sharding.device_set)).device_kind)).name,
-        )
+        kind, model_of = next(iter(sharding.device_set)).device_kind, partial(LoadedModel, self._graph, params)
+        layout = MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None
+        dtype, name = compute_dtype(settings.precision, chip(kind)).name, context.recipe.name
+        model = model_of(chat_tokenizer(context), name, self._length, layout, self._system_prompt, dtype)
         rows, world = context.inputs.get("tokenize"), context.inputs.get("synthesize")
         world = world if rows is None else made_from(rows, "synthesize")  # a pretraining reads no world itself
         lines = dict[str, Sequence[dict[str, Any]]]()
         try:
-            results = evaluate(
-                model,
-                self.settings.tasks,
-                keep=context.folder / ANSWERS,
-                world=world,
-                **self.settings.model_dump(include={"data_dir", "limit"}),
-                sample_seed=context.recipe.seed,
-                answered=lines.update,
-                progress=raise_if_stopped,
-            )
+            how: dict[str, Any] = {"keep": context.folder / ANSWERS, "world": world, "sample_seed": context.recipe.seed}
+            how |= self.settings.model_dump(include={"data_dir", "limit"})
+            results = evaluate(model, self.settings.tasks, answered=lines.update, progress=raise_if_stopped, **how)
             right = {task: items for task in sorted(lines) if (items := right_items(lines[task])) is not None}
             if (len(right) < len(lines) and self.settings.on_regression != "log") or not lines:
                 what = f"not all of these have a metric that is right or wrong for an item: {', '.join(_BINARY)}"

@@ -6,7 +6,6 @@ recipe.yaml. Every verb takes it as a model.
 
 import hashlib
 import shlex
-import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from affinage.errors import UserError
 from affinage.generation.engine import LoadedModel
 from affinage.hardware.chips import chip
 from affinage.hardware.devices import acquire
-from affinage.json_files import write_json
+from affinage.json_files import whole_folder, write_json
 from affinage.model import Adapters, Graph, abstract_params, logical_axes, parse
 from affinage.parallel.sharding import Lines, replicated, serving_layout
 from affinage.pipeline import models
@@ -79,17 +78,10 @@ def open_model(
     precision = PrecisionSettings(**{name: facts["precision"][name] for name in known})
     devices, abstract = acquire(), abstract_params(graph, jnp.dtype(precision.params))
     layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding or {})
-    return LoadedModel(
-        graph=graph,
-        params=load(jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings)),
-        layout=layout if layout.mesh.size > 1 else None,
-        compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
-        tokenizer=tokenizer,
-        name=target.name,
-        context=facts["context"],
-        system_prompt=facts["system_prompt"],
-        chat=models.is_chat(folder),
-    )
+    params = load(jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings))
+    split, dtype = layout if layout.mesh.size > 1 else None, compute_dtype(precision, chip(devices[0].device_kind)).name
+    of_use = {"layout": split, "system_prompt": facts["system_prompt"], "chat": models.is_chat(folder)}
+    return LoadedModel(graph, params, tokenizer, target.name, facts["context"], compute_dtype=dtype, **of_use)
 
 
 def fitting_tokenizer(source: Path, vocabulary: int, template: str | None = None) -> Tokenizer:
@@ -124,26 +116,25 @@ def import_model(source: Path, folder: Path, name: str, *, origin: str = "") -> 
     from affinage.hub.folder import hub_facts, read_hub_folder
 
     hub = read_hub_folder(source)
-    tokenizer, making = fitting_tokenizer(source, hub.graph.vocabulary), folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(making, ignore_errors=True)
-    (making / TOKENIZER).mkdir(parents=True)
-    tokenizer.write(making / TOKENIZER)
-    digests = {"weights": _digest(source, "*.safetensors"), "tokenizer": _digest(making / TOKENIZER, "*")}
-    facts: dict[str, Any] = {"graph": hub.graph.to_dict(), "context": hub.architecture.context, "precision": {}}
-    facts |= hub_facts(source)
-    facts["imported"] |= {"sha256": digests} | ({"from": origin} if origin else {})
-    write_json(making / MODEL, facts)
-    settings = {"name": name, "init_from": ".", "packing": {"seq_len": facts["context"]}, "model": facts["graph"]}
-    schedule = {"peak_lr": 5e-5, "min_lr": 5e-6, "warmup_ratio": 0.05}
-    settings |= {"export": {"dtype": hub.architecture.dtype}, "data": {"sources": ["my_text/"], "languages": []}}
-    settings["pretrain"] = {"steps": 1000, "batch_size": 8, "schedule": schedule}
-    header = _HEADER.format(name=name, file=shlex.quote(str(folder / "recipe.yaml")))
-    written = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-    (making / "recipe.yaml").write_text(header + written, encoding="utf-8")
-    store = CheckpointStore(making / "checkpoints")
-    store.save(0, {"params": jax.tree.map(jnp.asarray, hub.params)}, {"imported": digests["weights"]})
-    store.wait()
-    making.rename(folder)
+    tokenizer = fitting_tokenizer(source, hub.graph.vocabulary)
+    with whole_folder(folder) as making:
+        (making / TOKENIZER).mkdir()
+        tokenizer.write(making / TOKENIZER)
+        digests = {"weights": _digest(source, "*.safetensors"), "tokenizer": _digest(making / TOKENIZER, "*")}
+        facts: dict[str, Any] = {"graph": hub.graph.to_dict(), "context": hub.architecture.context, "precision": {}}
+        facts |= hub_facts(source)
+        facts["imported"] |= {"sha256": digests} | ({"from": origin} if origin else {})
+        write_json(making / MODEL, facts)
+        settings = {"name": name, "init_from": ".", "packing": {"seq_len": facts["context"]}, "model": facts["graph"]}
+        schedule = {"peak_lr": 5e-5, "min_lr": 5e-6, "warmup_ratio": 0.05}
+        settings |= {"export": {"dtype": hub.architecture.dtype}, "data": {"sources": ["my_text/"], "languages": []}}
+        settings["pretrain"] = {"steps": 1000, "batch_size": 8, "schedule": schedule}
+        header = _HEADER.format(name=name, file=shlex.quote(str(folder / "recipe.yaml")))
+        written = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+        (making / "recipe.yaml").write_text(header + written, encoding="utf-8")
+        store = CheckpointStore(making / "checkpoints")
+        store.save(0, {"params": jax.tree.map(jnp.asarray, hub.params)}, {"imported": digests["weights"]})
+        store.wait()
     return hub
 
 

@@ -22,7 +22,7 @@ from affinage.data.tuning_data import documents_in_a_row
 from affinage.data_check import check_weights, never_begun, repetition
 from affinage.errors import UserError, UserWarned
 from affinage.hardware.devices import acquire
-from affinage.json_files import write_json
+from affinage.json_files import check_place, write_json
 from affinage.model import Graph, abstract_params, logical_axes, parse
 from affinage.model.graph import ANSWERS, preference_graph
 from affinage.model_check import check_rows
@@ -216,6 +216,7 @@ def check_training(context: StepContext, name: str) -> None:
     """The model, its mesh, batch and settings fit together, and what the training reads is there."""
     loaded, recipe, settings = context.loaded, context.recipe, getattr(context.recipe, name)
     folder, extension, own = initial_folder(loaded), extended(loaded, name), getattr(settings, "seq_len", None)
+    check_place(context.saves_to)
     if settings.monitor is not None:
         check_benchmarks(context, (name, "monitor"))
     wanted, micro_batches = recipe.tokenizer.vocab_size, settings.gradient_accumulation_steps
@@ -233,11 +234,13 @@ def check_training(context: StepContext, name: str) -> None:
         for each in advice if context.step == name else ():
             warnings.warn(each, UserWarned, stacklevel=2)
         trackers_of(recipe.runtime.trackers)
-        step, before = getattr(settings, "from_step", None), recipe.trainings[: recipe.trainings.index(name)]
-        if step is not None and before and step > (last := getattr(recipe, before[-1]).steps):
-            raise UserError(f"{before[-1]} has no step {step}", where="from_step", fix=f"Its last step is {last}.")
-        if step is not None and (begun := context.inputs.get(before[-1] if before else "")) and read_manifest(begun):
-            steps_of(begun, step, "from_step")
+        if (step := getattr(settings, "from_step", None)) is not None:
+            if (before := next((each for each in ("sft", "pretrain") if each in context.inputs), None)) is None:
+                raise UserError(f"no training comes before {name}", where="from_step", fix="Leave it out.")
+            if step > (last := getattr(recipe, before).steps):
+                raise UserError(f"{before} has no step {step}", where="from_step", fix=f"Its last step is {last}.")
+            if read_manifest(context.inputs[before]):
+                steps_of(context.inputs[before], step, "from_step")
         if folder is not None:
             initial_params(folder, graph)
         elif recipe.tokenizer.kind == "bpe":

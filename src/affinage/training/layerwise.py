@@ -106,15 +106,10 @@ def make_layerwise_step(split: ParamSplit, settings: TrainSettings, *, config: A
         healthy = may_update & jnp.isfinite(norm)
         ema_params = where(healthy, moved_ema(state.ema_params, params, settings), state.ema_params)
         opt_state = {"layers": opt_layers, "rest": opt_rest}
-        return TrainState(state.step + 1, params, opt_state, ema_params, window, state.frozen), {
-            **means,
-            "grad_norm": norm,
-            "learning_rate": rate,
-            "loss_tokens": loss_tokens,
-            "skipped": 1.0 - healthy.astype(jnp.float32),
-            "torn": (~healthy & (updated > 0)).astype(jnp.float32),
-            **spike,
-        }
+        skipped, torn = 1.0 - healthy.astype(jnp.float32), (~healthy & (updated > 0)).astype(jnp.float32)
+        report = {"grad_norm": norm, "learning_rate": rate, "skipped": skipped, "torn": torn, **spike}
+        new = TrainState(state.step + 1, params, opt_state, ema_params, window, state.frozen)
+        return new, {**means, **report, "loss_tokens": loss_tokens}
 
     return step
 

@@ -105,6 +105,8 @@ def train(job: TrainJob) -> dict[str, Any]:
                 step, state, _ = checkpointer.rollback(before=monitor.rollback_from)
                 monitor.rolled_back(step)
                 logger.cut(step)
+                if job.monitor is not None:
+                    job.monitor.rolled_back(step, state)
                 batches = trainer.batches(monitor.batch_after(step))
                 continue
             if evaluating and not stopping:

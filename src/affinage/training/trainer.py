@@ -82,6 +82,9 @@ class Monitor(Protocol):
         `stop` is called now and then; once it is true the look is given up, with (None, ""), and made again later.
         """
 
+    def rolled_back(self, step: int, state: TrainState) -> None:
+        """Forget what came after this step: the training is back at it, with this state, and takes another way."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
