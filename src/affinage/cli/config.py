@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from affinage.cli import terminal
 from affinage.cli.terminal import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, app, arg, emit, load, opt
 from affinage.errors import UserError, did_you_mean
+from affinage.json_files import write_atomically
 
 if TYPE_CHECKING:
     from affinage.config.yaml import Path as Keys
@@ -70,8 +71,8 @@ def new(
     path, base = Path(f"{name}.yaml"), find_recipe(like)
     terminal.must_be_new(path)
     shown = like if like in packaged_recipes() else base.as_posix()
-    Path(_SCHEMA_FILE).write_text(_schema(), encoding="utf-8")
-    path.write_text(_NEW.format(schema=_SCHEMA_FILE, base=shown, name=name), encoding="utf-8")
+    write_atomically(Path(_SCHEMA_FILE), _schema().encode())
+    write_atomically(path, _NEW.format(schema=_SCHEMA_FILE, base=shown, name=name).encode())
     print(f"Written: {path}, based on `{shown}`. Change it, then: affinage run {path}")
 
 

@@ -143,11 +143,11 @@ def _one(planned: _Planned, where: Slice, compile_step: bool) -> tuple[dict[str,
 
     made = planned.make(planned.loaded.recipe, planned.graph, where)
     report = planned.compiled(where) if compile_step else None
-    facts = made.to_dict() | ({"compiled": vars(report)} if report else {})
+    fits, costs = made.fits if report is None else report.fits, ("cost", "cost_per_billion_tokens")
+    facts = made.to_dict() | ({"compiled": vars(report)} if report else {}) | ({} if fits else dict.fromkeys(costs))
     where, memory, time = made.where, made.memory, made.time
     chips = f"{where.chips} × {where.chip.name}, {counted(where.devices, 'device')}, hosts: {where.hosts}"
     view: list[Any] = [f"{heading(made.recipe, where)}: {chips}; mesh: {made.mesh or 'one device'}"]
-    fits = made.fits if report is None else report.fits
     if not fits:
         view.append(made.misfit or f"does not fit, by the compiler; {FITTING}")
     view.append(f"{planned.extent}\n")

@@ -54,11 +54,9 @@ class PlaceSettings(Settings):
     @property
     def title(self) -> str:
         """Its name, or the last part of its place without suffixes and globs; safe as a part of a file name."""
-        if self.name:
-            return safe_name(self.name)
         parts = re.split(r"[/\\]", self.path or f"{self.dataset}/{self.config}")
-        parts = [part for part in parts if part and not re.search(r"[*?\[]", part)]
-        return safe_name(_SUFFIX.sub("", parts[-1])) if parts else "source"
+        names = [part for part in parts if part and not re.search(r"[*?\[]", part)] or ["source"]
+        return safe_name(self.name or _SUFFIX.sub("", names[-1]))
 
 
 class SourceSettings(PlaceSettings):

@@ -131,21 +131,23 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
 
 
 def _put_override(layers: Layers, override: str) -> None:
-    """Lay one `dotted.key=YAML` over the recipe."""
+    """Lay one `dotted.key=YAML` over the recipe; one of `training` also over what each training has of its own."""
     dotted, equals, text = override.partition("=")
     keys, shown = dotted.strip().split("."), f"--set {dotted.strip()}"
     if not equals or not all(keys):
         raise UserError("this is not `key=value`", where=f"--set {override}", fix="Write it as in pretrain.steps=100.")
     if keys[0] == "base":
         raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
-    (value, _), target = parse(text, shown), layers.raw
-    for number, key in enumerate(keys[:-1], 1):
-        if not isinstance(target.get(key), dict):
-            target[key] = {}
-            layers.origins[tuple(keys[:number])] = shown
-        target = target[key]
-    _lay(target, {keys[-1]: value})
-    layers.origins |= {(*keys, *path): shown for path, _ in _parts(value)}
+    value, _ = parse(text, shown)
+    own = [name for name in TRAININGS if keys[0] == "training" and isinstance(layers.raw.get(name), dict)]
+    for first in (keys[0], *own):
+        keys[0], target = first, layers.raw
+        for number, key in enumerate(keys[:-1], 1):
+            if not isinstance(target.get(key), dict):
+                target[key], layers.origins[tuple(keys[:number])] = {}, shown
+            target = target[key]
+        _lay(target, {keys[-1]: value})
+        layers.origins |= {(*keys, *path): shown for path, _ in _parts(value)}
 
 
 def _share_training(layers: Layers) -> None:

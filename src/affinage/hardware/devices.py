@@ -26,6 +26,7 @@ _DEVICE_FILES = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg")
 # Parameters of glibc's mallopt: keep memory at the top of the heap; grow by 64 MiB; no mapping of its own below 1 GiB,
 # nor above; one heap for all threads, which is the only one that can keep more than 64 MiB.
 _MALLOPT = ((-1, -1), (-2, 2**26), (-3, 2**30), (-4, 0), (-8, 1))
+_warn_once = cache(lambda what: warnings.warn(what, UserWarned, stacklevel=4))
 
 
 class Hardware:
@@ -80,7 +81,7 @@ def acquire() -> "list[jax.Device]":
             programs.chmod(0o700)  # it holds native code: nobody else may write there
             folder = str(programs)
         except (OSError, RuntimeError) as error:  # the latter: there is no home
-            warnings.warn(f"compiled programs are not kept for the next time: {error}", UserWarned, stacklevel=2)
+            _warn_once(f"compiled programs are not kept for the next time: {error}")
     jax.config.update("jax_compilation_cache_dir", folder)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # many small programs add up to seconds

@@ -116,13 +116,14 @@ class Plan:
         return f"{self.tokens_per_second:,.0f} tokens/s{mfu}; {duration(self.seconds)} {steps}{cost}"
 
     def row(self) -> dict[str, Any]:
-        """What a table of plans has of one; JSON-able."""
+        """What a table of plans has of one; JSON-able. What does not fit has no cost."""
         row: dict[str, Any] = {"slice": self.where.name, "chips": self.where.chips, "mesh": self.mesh}
         row |= {"fits": "nearly" if self.nearly_full else "yes" if self.fits else "no"}
         row |= {"memory_gib": self.memory.total / GiB, "of_gib": self.capacity / GiB, "step_time": self.time.seconds}
         row |= {"tokens_per_second": round(self.tokens_per_second), "mfu": self.mfu and round(self.mfu, 2)}
-        row |= {"hours": self.seconds / _HOUR, "price_per_chip_hour": self.price, "cost": self.cost}
-        return row | {"cost_per_billion_tokens": self.cost_per_billion, "bound_by": self.time.bound}
+        cost, of_tokens = (self.cost, self.cost_per_billion) if self.fits else (None, None)
+        row |= {"hours": self.seconds / _HOUR, "price_per_chip_hour": self.price, "cost": cost}
+        return row | {"cost_per_billion_tokens": of_tokens, "bound_by": self.time.bound}
 
     def brief(self) -> dict[str, Any]:
         """The columns of `row` that fit a terminal beside each other, without speed and cost of what does not fit."""
