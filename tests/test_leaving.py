@@ -239,7 +239,9 @@ def test_a_full_disk_is_a_mistake_and_a_closed_pipe_or_an_old_locale_is_none():
     assert closed.returncode == 2 and "no prompt" in closed.stderr
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+        unsaid = subprocess.run([*AFFINAGE, "chat", "nobody"], stdout=full, stderr=full, timeout=300)
     assert ended.returncode == 2 and "no space left on device" in ended.stderr and "Traceback" not in ended.stderr
+    assert unsaid.returncode == 2
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     _, said = process.communicate(timeout=300)

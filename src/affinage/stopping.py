@@ -106,10 +106,13 @@ class _WithoutReader:
 
 
 @contextlib.contextmanager
-def without_readers() -> Iterator[None]:
-    """Inside, work continues when the reader of its output has ended, as in `| head`, or its terminal is closed."""
+def without_readers(*, of_output: bool = True) -> Iterator[None]:
+    """Inside, work continues when the reader of its output has ended, as in `| head`, or its terminal is closed.
+
+    Without `of_output` that holds for standard error alone, as where the disk of a log is full.
+    """
     out, err = (stream and _WithoutReader(stream) for stream in (sys.stdout, sys.stderr))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out if of_output else sys.stdout), contextlib.redirect_stderr(err):
         yield
 
 

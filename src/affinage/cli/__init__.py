@@ -17,7 +17,7 @@ from affinage import errors
 from affinage.cli.terminal import app, opt
 from affinage.hardware.devices import prepare
 from affinage.secrets import masked
-from affinage.stopping import PARENT, left_when_done
+from affinage.stopping import PARENT, left_when_done, without_readers
 
 for _name in ("gcsfs", "sqlitedict"):  # they log the errors that they raise, with a traceback
     logging.getLogger(_name).setLevel(logging.CRITICAL)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if isinstance(sys.stdout, io.TextIOWrapper):  # files and pipes hold UTF-8; a terminal shows what it can
         sys.stdout.reconfigure(encoding=None if sys.stdout.isatty() else "utf-8", errors="backslashreplace")
-    with left_when_done():
+    with left_when_done(), without_readers(of_output=False):
         _run(sys.argv[1:])
 
 
