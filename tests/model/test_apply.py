@@ -12,6 +12,7 @@ from flax import nnx
 import tiny_graphs
 from affinage.model import ApplyConfig, abstract_params, apply, decayed, init_params, logical_axes, parse
 from affinage.model.forward import from_nnx, init_cache, to_nnx
+from affinage.model.layers.dense import GATED, PLAIN, activate
 from affinage.model.layers.losses import cross_entropy
 from affinage.parallel.sharding import MeshLayout, make_mesh
 from run_affinage import refused
@@ -161,6 +162,14 @@ def test_gradients_of_many_places_are_added_up_in_float32_in_any_precision():
     far = jax.tree.map(lambda got, want: float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)), found, exact)
     far["blocks"]["attention"]["key"].pop("bias")  # is zero but for rounding
     assert max(jax.tree.leaves(far)) < 0.05, far
+
+
+def test_activations_are_rounded_once():
+    parts = [jax.random.normal(jax.random.key(seed), (4000,), jnp.bfloat16) * 4 for seed in range(2)]
+    for kind in (*PLAIN, *GATED):
+        up, gate = parts if kind in GATED else (parts[0], None)
+        exact = activate(kind, *optax.tree.cast((up, gate), jnp.float32))
+        np.testing.assert_array_equal(activate(kind, up, gate), exact.astype(jnp.bfloat16))
 
 
 def test_a_row_longer_than_the_learned_positions_is_refused():

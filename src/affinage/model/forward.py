@@ -218,9 +218,8 @@ def _unstack(params: PyTree | list[PyTree], layers: int) -> list[PyTree]:
     if isinstance(params, list):
         return params
     # A split, not indexing, so that the gradient is one concatenation instead of `layers` padded sums.
-    leaves, structure = jax.tree.flatten(params)
-    split = [[part[0] for part in jnp.split(leaf, layers)] for leaf in leaves]
-    return [jax.tree.unflatten(structure, [parts[layer] for parts in split]) for layer in range(layers)]
+    split = jax.tree.map(lambda leaf: [part[0] for part in jnp.split(leaf, layers)], params)
+    return jax.tree.transpose(jax.tree.structure(params), jax.tree.structure([0] * layers), split)
 
 
 # ---- Flax NNX, for its transformations, optimizers and checkpoints; the plain tree stays the contract ----

@@ -42,7 +42,7 @@ def dense(
     y = _product(x, params["kernel"], context, contracted)
     if LORA_A in params:
         y = y + _product(_product(x, params[LORA_A], context, contracted), params[LORA_B], context, 1)
-    return _with_bias(checkpoint_name(y, name) if name else y, params)
+    return _with_bias(checkpoint_name(y, name) if name else y, params, context.config.platform == "gpu")
 
 
 def dense_together(
@@ -58,7 +58,7 @@ def dense_together(
     y = checkpoint_name(y, names[0]) if names[0] else y
     parts = jnp.split(y, list(accumulate(kernel.size // len(kernel) for kernel in kernels))[:-1], axis=-1)
     shaped = [part.reshape(*x.shape[:-1], *kernel.shape[1:]) for part, kernel in zip(parts, kernels, strict=True)]
-    return [_with_bias(part, params) for part, params in zip(shaped, several, strict=True)]
+    return [_with_bias(part, params, True) for part, params in zip(shaped, several, strict=True)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -89,9 +89,16 @@ def _product(
     return multiply(x.reshape(*rows, len(matrix)), matrix).reshape(*leading, *outputs)
 
 
-def _with_bias(y: Float[Array, "..."], params: PyTree) -> Float[Array, "..."]:
-    wide = y.astype(jnp.float32)  # else XLA:CPU adds up the gradient of the bias in the compute dtype
-    return (wide + _along_last(params["bias"], wide)).astype(y.dtype) if "bias" in params else y
+def _with_bias(y: Float[Array, "..."], params: PyTree, on_gpu: bool) -> Float[Array, "..."]:
+    if "bias" not in params:
+        return y
+    bias = _along_last(params["bias"], wide := y.astype(jnp.float32))  # whose gradient is added up in this dtype
+    return (_of_one_gradient if on_gpu else lambda x: x)((wide + bias).astype(y.dtype))
+
+
+# The same, whose gradient is stored: GPUs would else store that of a bias and of a product apart, one in float32.
+_of_one_gradient = jax.custom_vjp(lambda x: x)
+_of_one_gradient.defvjp(lambda x: (x, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),))
 
 
 def _along_last(x: Float[Array, "..."], of: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -133,9 +140,10 @@ Activation = Annotated[str, one_of(GATED, PLAIN)]
 
 
 def activate(kind: str, up: Float[Array, "*N F"], gate: Float[Array, "*N F"] | None) -> Float[Array, "*N F"]:
-    """The hidden layer of its products; `gate` is that of the gate's matrix, where the kind has one."""
-    hidden = PLAIN[kind](up) if gate is None else GATED[kind](gate) * up
-    return checkpoint_name(hidden, "ffn_hidden")
+    """The hidden layer, computed in float32, of its products; `gate` is that of the gate's matrix, if it has one."""
+    wide = up.astype(jnp.float32)
+    hidden = PLAIN[kind](wide) if gate is None else GATED[kind](gate.astype(jnp.float32)) * wide
+    return checkpoint_name(hidden.astype(up.dtype), "ffn_hidden")
 
 
 class FfnSettings(Settings):

@@ -51,8 +51,9 @@ def _forward(
 
 def _joined_sums(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
     """The largest and the sum of exponentials, relative to it, of two parts (Milakov and Gimelshein, 2018)."""
-    largest = jnp.maximum(left[0], right[0])
-    return largest, left[1] * jnp.exp(left[0] - largest) + right[1] * jnp.exp(right[0] - largest)
+    ahead = left[0] - right[0]
+    part = jnp.exp(-jnp.abs(ahead))  # one exponential, where two would take longer than reading the logits
+    return jnp.maximum(left[0], right[0]), jnp.where(ahead > 0, left[1] + part * right[1], part * left[1] + right[1])
 
 
 def _backward(on_cpu: bool, saved: tuple[Array, ...], gradient: Sums) -> tuple[Float[Array, "*N V"], None, None]:

@@ -127,8 +127,8 @@ class MoeSettings(Settings):
             return from_slots(answers[None], slots).reshape(*x.shape[:2], self.top_k, x.shape[2])
 
         rows, of_kernels = ("batch", "sequence", None), dict.fromkeys(kernels, ("experts", None, None))
-        over = ("batch", "sequence", "experts")
-        return layout.mapped(local, (rows, rows, of_kernels), (*rows, None), over=over)(x, experts, kernels)
+        mapped = layout.mapped(local, (rows, rows, of_kernels), (*rows, None), over=(*rows[:2], "experts"))
+        return mapped(x, experts, kernels)
 
     def _answers(
         self, kernels: PyTree, values: Array, times: Callable[..., Array], pin: Callable[..., Array] = lambda x: x
@@ -142,9 +142,8 @@ class MoeSettings(Settings):
         self, logits: Scores, probabilities: Scores, experts: Choices, taken: Bool[Array, "B S K"], batch: Batch
     ) -> tuple[Pairs, Pairs]:
         """Losses and metrics over the positions whose prediction counts."""
-        weights = jnp.ones(taken.shape[:2], jnp.float32)
-        if "tokens" in batch:
-            _, weights = next_tokens(batch["tokens"], batch)
+        ones = jnp.ones(taken.shape[:2], jnp.float32)
+        weights = next_tokens(batch["tokens"], batch)[1] if "tokens" in batch else ones
         chosen = jnp.sum(jax.nn.one_hot(experts, self.experts), axis=2)
         choices, probability = (jnp.sum(weights[..., None] * v, axis=1) for v in (chosen, probabilities))
         positions, count = jnp.sum(weights, axis=1), jnp.sum(weights)
@@ -154,16 +153,11 @@ class MoeSettings(Settings):
         balance = self.experts * jnp.sum(products) / (self.top_k * jnp.maximum(count, 1.0))
         # The mean squared log-denominator of the router's softmax (ST-MoE: Zoph et al., 2022, equation 5).
         z = jnp.sum(weights * jnp.square(jax.nn.logsumexp(logits, axis=-1))) / jnp.maximum(count, 1.0)
-        losses = {
-            "load_balance": (self.load_balance_weight * balance * count, count),
-            "router_z": (self.z_loss_weight * z * count, count),
-        }
-        fullest = jnp.max(jnp.sum(choices, axis=0)) * self.experts / self.top_k
-        metrics = {
-            "expert_load_max": (fullest, count),  # the fullest expert's share over the even one
-            "dropped_share": (jnp.sum(weights[..., None] * ~taken), count * self.top_k),
-        }
-        return losses, jax.lax.stop_gradient(metrics)
+        weighted = {"load_balance": self.load_balance_weight * balance, "router_z": self.z_loss_weight * z}
+        losses = {name: (loss * count, count) for name, loss in weighted.items()}
+        fullest = jnp.max(jnp.sum(choices, axis=0)) * self.experts / self.top_k  # its share over the even one
+        dropped = jnp.sum(weights[..., None] * ~taken), count * self.top_k
+        return losses, jax.lax.stop_gradient({"expert_load_max": (fullest, count), "dropped_share": dropped})
 
     def flops(self, width: int, rows: int, length: int) -> int:
         """Router and experts; the slots of a capacity whether filled or not, as they are computed."""
@@ -251,8 +245,7 @@ def from_slots(y: Float[Array, "B M D"], slots: Slots) -> Float[Array, "B S K D"
 
 
 def _from_slots_backward(slots: Slots, gradient: Any) -> tuple[Array, None]:
-    rows, length, top_k, width = gradient.shape
-    return _rows_at(gradient.reshape(rows, length * top_k, width), slots.choice_in), None
+    return _rows_at(gradient.reshape(len(gradient), -1, gradient.shape[-1]), slots.choice_in), None
 
 
 to_slots.defvjp(
