@@ -60,8 +60,7 @@ def test_a_reader_gets_what_the_tutorial_promises(name: str, tmp_path: Path):
             program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}[block["language"]]
             how = {"cwd": tmp_path, "env": environment, "text": True, "timeout": 600}
             done = subprocess.run([*program, text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
-            said = done.stdout
-            assert done.returncode == 0, f"{text}\n{said}"
+            assert done.returncode == 0, f"{text}\n{done.stdout}"
     assert skipped == NOT_RUN[name]
 
 

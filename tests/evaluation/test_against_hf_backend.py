@@ -119,8 +119,7 @@ def test_generation_ends_at_control_tokens_and_counts_them():
     settings = {"until": ["<|im_end|>"], "max_gen_toks": 6, "do_sample": False}
     texts = lm.generate_until([Instance("generate_until", {}, (text, dict(settings)), 0) for text in TEXTS])
     assert len({len(model.tokenizer.encode(text)) for text in texts}) > 1, "some end before the limit"
-    short = model.tokenizer.decode(generate(model, [prompt], SamplingParams(3))[0].tokens)
-    assert short.startswith(texts[0])
+    assert model.tokenizer.decode(generate(model, [prompt], SamplingParams(3))[0].tokens).startswith(texts[0])
 
 
 @pytest.mark.parametrize("own", [None, ZEPHYR], ids=["ours", "of the tokenizer"])

@@ -88,8 +88,7 @@ def assert_same_gradients(ours, theirs, graph):
 
 def prepared(kind, said, folder, **told):
     """The settings of a fine-tuning on these conversations or pairs, and all of their rows in one batch."""
-    path = write_lines(folder / "said.jsonl", said)
-    settings = kind.model_validate({**COMMON, "sources": [str(path)], **told})
+    settings = kind.model_validate({**COMMON, "sources": [str(write_lines(folder / "said.jsonl", said))], **told})
     rows = {"seq_len": CONTEXT if kind is SftSettings else 2 * CONTEXT, "system_prompt": "Be kind."}
     summary = prepare_tuning_data(settings, tokenizer(), folder / "rows", **rows)
     return settings, DataLoader(folder / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)

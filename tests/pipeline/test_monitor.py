@@ -175,8 +175,7 @@ def test_a_training_with_benchmarks_has_the_bits_of_one_without_and_scores_its_c
     assert [row["step"] for row in rows] == [0, 10, 20] == [point["step"] for point in points_of(scored)]
     again = evaluate(open_model("tiny/pretrain", runs), [str(task)], sample_seed=0, limit=12)
     assert rows[-1]["evaluation"]["tasks"] == {"sums": again["tasks"]["sums"]["metrics"]}
-    shown = read_training("pretrain", scored, TrainingResult(), {})
-    assert [point.step for point in shown.points] == [0, 10, 20]
+    assert [point.step for point in read_training("pretrain", scored, TrainingResult(), {}).points] == [0, 10, 20]
 
 
 # ---- tuning
@@ -259,6 +258,9 @@ def test_an_evaluation_that_was_stopped_is_repeated_with_the_same_decision(habit
     (tmp_path / POINTS).unlink()
     gone = load_recipe(TINY, [*habit.settings, "sft.monitor.tasks=[gone.yaml]"]).recipe.sft
     assert refused(look, bool, gone).where == f"{context.step}.monitor.tasks: gone.yaml"
+    talk = write_task(tmp_path / "talk", "talk", sums(4), tag=["chat"])
+    chat = load_recipe(TINY, [*habit.settings, f"sft.monitor.tasks=['{talk}']"]).recipe.sft
+    assert look(bool, chat) == "" and list(points_of(tmp_path)[0]["right"]) == ["talk"], "a chat model answers it"
 
 
 @pytest.mark.full

@@ -54,8 +54,7 @@ def test_every_point_is_inside_and_higher_values_are_higher(log: bool):
 
 
 def test_error_bars_reach_one_standard_error_each_way_and_end_with_the_axis():
-    bars = [Bar("task", 0.5, 0.1, 0), Bar("task", 0.9, 0.2, 1)]
-    picture = drawn(row_chart(bars, {"task": 0.25}, SHARE, "s", EN))
+    picture = drawn(row_chart([Bar("task", 0.5, 0.1, 0), Bar("task", 0.9, 0.2, 1)], {"task": 0.25}, SHARE, "s", EN))
     (half,) = [one for one in picture.iter() if one.get("d") and one.get("stroke") == "var(--s0)"]  # the point at 0.5
     inner = 2 * placed(half)[0]
     assert [end / inner for end in lines(picture, "var(--s0)")[0]] == near([0.4, 0.6], abs=1e-3)

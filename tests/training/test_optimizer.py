@@ -31,8 +31,7 @@ def _ours(settings: OptimizerSettings, params: dict, gradients: list[dict], rate
     optimizer = make_optimizer(settings, DECAYED)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for grads in gradients:
-        grads = clipped(grads, optax.tree.norm(grads), settings.max_grad_norm)
-        direction, state = update(grads, state, params)
+        direction, state = update(clipped(grads, optax.tree.norm(grads), settings.max_grad_norm), state, params)
         params = jax.tree.map(lambda p, d: p - rate * d, params, direction)
     return params, state
 

@@ -85,8 +85,7 @@ def test_accounts_inside_of_others_are_not_counted_twice(tmp_path: Path, monkeyp
     os.utime(tmp_path / "written", (60.0, 60.0))  # the start before was saved at 50, and ended at 60
     accounts = GoodputTimer(tmp_path / "written")
     accounts.resume({"seconds": {"compute": 5.0}, "clock": 50.0})
-    resumed = {"compute": 5.0, "lost": 10.0, "paused": 51.5}
-    assert accounts.seconds() == {**dict.fromkeys(ACCOUNTS, 0.0), **resumed}
+    assert accounts.seconds() == {**dict.fromkeys(ACCOUNTS, 0.0), **{"compute": 5.0, "lost": 10.0, "paused": 51.5}}
     accounts.resume({"seconds": {"compute": 1e3, "paused": -1e3}, "clock": clock.now + 57})  # this clock is behind
     assert accounts.seconds()["paused"] == 51.5 - 1e3 and accounts.goodput == 1  # the checkpoint is of an older version
 

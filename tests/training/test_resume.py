@@ -64,10 +64,14 @@ def test_a_finished_run_started_again_trains_no_step_and_one_that_is_changed_is_
     mistake = refused(lambda: train(tiny.job(tmp_path, 12, **changed)))
     names = ["code.plugin a.py", "data.rows", "optimizer.b1", "steps"]
     assert [line.strip().partition(": ")[0] for line in str(mistake).splitlines()[1:-1]] == names
-    accepted = {"every_steps": 5, "allow_changes": ["code", "data", "optimizer.b1", "steps"]}
+    allowed = ["code", "data", "optimizer.b1", "steps"]
     with pytest.warns(CheckpointWarning, match="another optimizer"):
-        summary = train(tiny.job(tmp_path, 12, checkpoint=accepted, **changed))
+        summary = train(tiny.job(tmp_path, 12, checkpoint={"every_steps": 5, "allow_changes": allowed}, **changed))
     assert summary["resumed_at"] == [10] and summary["steps"] == 12
+    how = {"batch_size": 16, "feed": tiny.RandomFeed(16), "checkpoint": {"allow_changes": [*allowed, "batch_size"]}}
+    other = tiny.job(tmp_path, 12, **changed, **how)
+    with pytest.warns(CheckpointWarning, match="batch_size: 8 -> 16; rows are found by counting"):
+        Checkpointer(tiny.uncompiled(other), GoodputTimer(), Watchdog("train", tmp_path, other.runtime)).restore()
 
 
 @pytest.mark.parametrize(("name", "changes"), [

@@ -95,8 +95,8 @@ def find(url: str, source: SourceSettings, where: str) -> list[Part]:
     if not any(file.kind and (file.bytes or url.startswith(WEB)) for file in files):  # servers may give no size
         found = ", ".join(f"{file.name} (empty)" if file.kind else file.name for file in files[:3])
         what = f"nothing in {url!r} can be read; there is {found}" if found else f"there is no file at {url!r}"
-        fix = "Name a file, a folder or a URL of .parquet, .txt, .md, .jsonl, .warc, .wet, or MediaWiki's .xml, also "
-        fix += "with .gz, .bz2, .xz or .zst. Relative paths start from `data.root`, else from the working directory."
+        fix = "Name a file, a folder or a URL of .parquet, .txt, .md, .jsonl, MediaWiki's .xml, .warc or .wet, also "
+        fix += ".gz, .bz2, .xz or (no .warc, .wet) .zst. Relative paths start from `data.root` or the working folder."
         raise UserError(what, where=where, fix=f"It must have {LINES}." if re.search(r"\.json\b", found) else fix)
     return files
 

@@ -79,8 +79,6 @@ class BenchmarkMonitor:
         was_kept = any(point["step"] > step and not point["worse"] for point in self.points)
         self.points = [point for point in self.points if point["step"] <= step]
         if was_kept and self.settings.on_regression != "log":
-            if Processes.at_work().first:
-                epath.Path(f"{self._context.saves_to}/{KEPT}").rmtree(missing_ok=True)
             self.keep(step, state)
         self._write_points()
 
@@ -106,6 +104,8 @@ class BenchmarkMonitor:
     def keep(self, step: int, state: TrainState) -> None:
         """Save the state of a step in place of the training's checkpoints."""
         store = CheckpointStore(f"{self._context.saves_to}/{KEPT}", keep_last=1)
+        if Processes.at_work().first and max(store.steps(), default=-1) >= step:
+            epath.Path(store.folder).rmtree()  # of what a rollback or a kill has undone
         store.save(step, {"params": state.params}, {"step": step})
         store.wait()
 
@@ -128,7 +128,8 @@ class BenchmarkMonitor:
         kind, model_of = next(iter(sharding.device_set)).device_kind, partial(LoadedModel, self._graph, params)
         layout = MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None
         dtype, name = compute_dtype(settings.precision, chip(kind)).name, context.recipe.name
-        model = model_of(chat_tokenizer(context), name, self._length, layout, self._system_prompt, dtype)
+        of_use = layout, self._system_prompt, dtype, isinstance(settings, TuningSettings)  # then it is a chat model
+        model = model_of(chat_tokenizer(context), name, self._length, *of_use)
         rows, world = context.inputs.get("tokenize"), context.inputs.get("synthesize")
         world = world if rows is None else made_from(rows, "synthesize")  # a pretraining reads no world itself
         lines = dict[str, Sequence[dict[str, Any]]]()

@@ -11,7 +11,7 @@ from affinage.cluster.executor import open_executor
 from affinage.config.data import DataSettings, DecontaminateSettings, DedupSettings
 from affinage.config.recipe import Recipe
 from affinage.data import ingest
-from affinage.data.chat import ChatTemplate
+from affinage.data.chat import ChatTemplate, encode_prompt
 from affinage.data.decontaminate import BenchmarkItem, decontaminate, kind_of_items, read_items, write_items
 from affinage.data.dedup import dedup
 from affinage.data.filters import filter_documents, known_languages
@@ -182,7 +182,7 @@ def check_benchmarks(context: StepContext, section: tuple[str, ...]) -> None:
 
 
 def check_tuning_data(context: StepContext, section: str) -> None:
-    """The conversations are there, and their template."""
+    """The conversations are there, and their template, or in the vocabulary of an import the tokens of ChatML."""
     loaded, tuning = context.loaded, getattr(context.recipe, section)
     for index in range(len(tuning.sources)):
         with at(loaded, section, "sources", index):
@@ -191,3 +191,6 @@ def check_tuning_data(context: StepContext, section: str) -> None:
     if (template := chat_template_of(loaded, None if folder is None else folder / TOKENIZER)) is not None:
         of_any_tokenizer: Any = SimpleNamespace(special_tokens={}, control_spans=lambda text: [])
         ChatTemplate(template, of_any_tokenizer)
+    elif folder is not None:
+        with at(loaded, section):
+            encode_prompt([{"role": "user", "content": ""}], Tokenizer(folder / TOKENIZER), "")

@@ -101,17 +101,10 @@ class Checkpointer:
         """Start to save the state after a step; waits for the save before. `health`: the facts of `HealthMonitor`."""
         self._watchdog.beat("the save", at_most=IO_TIMEOUT)
         with self._goodput.account("save"):
-            facts = {
-                "name": self._job.name,
-                IDENTITY: identity(self._trainer),
-                "mesh": dict(self._trainer.mesh.shape),
-                "seconds": self._goodput.seconds(),
-                "clock": time.time(),
-                "health": dict(health),
-                "resumed_at": self.resumed_at,
-                "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "versions": self._versions,
-            }
+            facts: dict[str, Any] = {"name": self._job.name, IDENTITY: identity(self._trainer)}
+            facts |= {"mesh": dict(self._trainer.mesh.shape), "seconds": self._goodput.seconds(), "clock": time.time()}
+            facts |= {"health": dict(health), "resumed_at": self.resumed_at, "versions": self._versions}
+            facts["saved"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             self._store.save(step, state.named(), facts)
         self._saved_at = time.monotonic()
 
@@ -135,7 +128,10 @@ class Checkpointer:
     def _accept(self, meta: dict[str, Any]) -> None:
         allowed, where = self._settings.allow_changes, str(self._store.folder)
         for name, change in check_compatible(meta, identity(self._trainer), allowed, where=where).items():
-            warnings.warn(f"{self._job.name} resumes with another {name}: {change}", CheckpointWarning, stacklevel=2)
+            what = f"{self._job.name} resumes with another {name}: {change}"
+            if name == "batch_size":
+                what += "; rows are found by counting, so that some come again or are passed over"
+            warnings.warn(what, CheckpointWarning, stacklevel=2)
 
     def _extended(self, training: Path, step: int) -> Restored:
         """The checkpoint of another training, whose metrics and unhealthy steps are copied: curve and lineage go on.
