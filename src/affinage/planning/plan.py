@@ -145,8 +145,11 @@ class Plan:
         if self.where.platform == "tpu" and any(node.hidden and node.layers == 1 for node in device.graph.nodes):
             yield "layers without `repeat` took up to a quarter more of a TPU's memory than estimated: see --compile"
         unrolled = any(node.hidden and not node.scans("gpu") for node in device.graph.nodes)
-        if self.where.platform == "gpu" and unrolled and device.parallel.remat == "block":
+        on_gpu, params = self.where.platform == "gpu", device.settings.precision.params
+        if on_gpu and unrolled and device.parallel.remat == "block":
             yield "remat `block`: a GPU's compiler took up to four times the estimated memory: check it with --compile"
+        elif on_gpu and device.sizes["fsdp"] > 1 and params == "float32":
+            yield "float32 weights split by fsdp: a GPU's compiler took 1.8 times the estimated memory: see --compile"
         settings, steps, epochs = getattr(self.recipe, self.section), self.facts.steps, self.facts.epochs
         most = getattr(settings, "num_epochs", None)
         if steps < settings.steps:
