@@ -28,8 +28,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells start what is in
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup has it so: heeded by what tests start, and not here
     signal.signal(signal.SIGHUP, lambda *_: None)
-# One cache of compiled programs for all workers and for what they start. It begins empty with every session, unless
-# AFFINAGE_TEST_CACHE names a folder that is kept from one run of some tests to the next.
+# One cache of compiled programs for all that a session starts; AFFINAGE_TEST_CACHE names one that is kept.
 if "AFFINAGE_TEST_CACHE" in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["AFFINAGE_TEST_CACHE"]
 elif "PYTEST_XDIST_WORKER" not in os.environ:

@@ -164,8 +164,7 @@ PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
 
 
 def test_workers_run_on_rays_machines_save_when_they_get_a_signal_and_start_again(tmp_path: Path):
-    said: list[str] = []
-    recipe = tmp_path / f"{os.getpid()}.yaml"
+    said, recipe = list[str](), tmp_path / f"{os.getpid()}.yaml"
     recipe.write_text("name: one")
 
     def running() -> WorkerGroup:

@@ -157,8 +157,7 @@ def test_any_text_has_the_same_ids(both):
 
 def test_control_tokens_have_their_ids_and_roles(both, tmp_path: Path):
     ours, theirs = both
-    assert theirs.convert_tokens_to_ids(list(CONTROL_PIECES)) == list(range(8))
-    assert len(theirs) == ours.vocabulary
+    assert theirs.convert_tokens_to_ids(list(CONTROL_PIECES)) == list(range(8)) and len(theirs) == ours.vocabulary
     roles = (theirs.pad_token_id, theirs.unk_token_id, theirs.bos_token_id, theirs.eos_token_id)
     assert roles == (PAD, UNK, BOS, IM_END)
     assert theirs.model_max_length == 256

@@ -62,8 +62,7 @@ def test_packed_documents_are_the_documents_one_by_one(name):
         np.testing.assert_allclose(together[:, start : start + length], alone, atol=2e-5)
         total += float(of_one.sum)
         start += length
-    assert float(loss.count) == sum(lengths) - len(lengths)
-    assert float(loss.sum) == pytest.approx(total, rel=1e-5)
+    assert float(loss.count) == sum(lengths) - len(lengths) and float(loss.sum) == pytest.approx(total, rel=1e-5)
     # Other words in the first document change nothing in the others.
     other, _ = logits_and_loss(graph, params, packed | {"tokens": tokens.at[:, :6].set(3)})
     np.testing.assert_array_equal(other[:, 6:], together[:, 6:])

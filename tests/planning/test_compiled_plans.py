@@ -69,8 +69,7 @@ def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
 ])  # fmt: skip
 def test_the_refusals_of_the_compiler_are_read(message, needed):
     report = out_of_memory(f"RESOURCE_EXHAUSTED: {message}")
-    assert not report.fits
-    assert report.peak_bytes == int(needed * 2**30)
+    assert not report.fits and report.peak_bytes == int(needed * 2**30)
 
 
 @pytest.fixture

@@ -166,8 +166,7 @@ def test_a_layer_that_is_written_out_is_planned_as_one_that_is_repeated():
     once, out = (plan_of(SMALL, "v4-8", each, "mesh={tensor: 4, data: 1}", "parallel.remat=block") for each in layers)
     assert (out.memory, out.time.seconds) == (once.memory, once.time.seconds)
     assert any("without `repeat`" in line for line in out.warnings)
-    remat, split = (plan_of(SMALL, "h100x4", how).warnings for how in ("parallel.remat=block", "mesh={fsdp: 4}"))
-    assert any("four times" in line for line in remat) and any("float32 weights" in line for line in split)
+    assert any("four times" in line for line in plan_of(SMALL, "h100x4", "parallel.remat=block").warnings)
 
 
 def test_stages_wait_as_in_gpipe_and_less_in_several_rounds():

@@ -145,11 +145,8 @@ class Plan:
         if self.where.platform == "tpu" and any(node.hidden and node.layers == 1 for node in device.graph.nodes):
             yield "layers without `repeat` took up to a quarter more of a TPU's memory than estimated: see --compile"
         unrolled = any(node.hidden and not node.scans("gpu") for node in device.graph.nodes)
-        on_gpu, params = self.where.platform == "gpu", device.settings.precision.params
-        if on_gpu and unrolled and device.parallel.remat == "block":
-            yield "remat `block`: a GPU's compiler took up to four times the estimated memory: check it with --compile"
-        elif on_gpu and device.sizes["fsdp"] > 1 and params == "float32":
-            yield "float32 weights split by fsdp: a GPU's compiler took 1.8 times the estimated memory: see --compile"
+        if self.where.platform == "gpu" and unrolled and device.parallel.remat == "block":
+            yield "remat `block` took up to four times the estimated memory on GPUs: set `scan: true` beside `repeat`"
         settings, steps, epochs = getattr(self.recipe, self.section), self.facts.steps, self.facts.epochs
         most = getattr(settings, "num_epochs", None)
         if steps < settings.steps:
@@ -158,8 +155,7 @@ class Plan:
             yield f"num_epochs: {most:g} may end {self.section} earlier: its rows have not been made yet"
         if advice := repetition(epochs or 0):
             yield f"{self.section} {advice}"
-        each, own = settings.per_device_batch_size, _own_slice(self.recipe)
-        if each is not None and self.where.name != own:
+        if (each := settings.per_device_batch_size) is not None and self.where.name != _own_slice(self.recipe):
             what = f"{each} rows a device are {device.rows} a step here: on other slices the same steps read"
             yield f"{what} other amounts of text. To compare slices, give `{self.section}.batch_size`"
         products = [(op.kind == "pallas_call", op.times * op.flops) for op in device.traced.ops]
