@@ -33,13 +33,17 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder to write into, which then takes the place of `folder`; whatever is raised, it is removed."""
-    partial = folder.with_name(f".{folder.name}.partial")
+    """Yield a new folder to write into, which then takes the place of `folder`; whatever is raised, it is removed.
+
+    OSError: somebody has made `folder` in the meantime.
+    """
+    partial, replaces = folder.with_name(f".{folder.name}.partial"), folder.exists()
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         yield partial
-        shutil.rmtree(folder, ignore_errors=True)
+        if replaces:
+            shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

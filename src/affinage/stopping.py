@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
@@ -64,9 +65,18 @@ class StopSignals:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._reason:
             self.note(signal.Signals(number).name)
+            if _in_native_import(frame):
+                leave(self._reason)
             raise Preempted(self._reason)
         if time.monotonic() - self._since > ONE_PRESS:
             leave(self._reason)
+
+
+def _in_native_import(frame: FrameType | None) -> bool:
+    """Whether a native module is being imported: an exception in the middle of JAX's aborts the process."""
+    while frame is not None and not isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextlib.contextmanager

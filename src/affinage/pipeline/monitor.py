@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -125,11 +124,11 @@ class BenchmarkMonitor:
             like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
             params = jax.jit(split_params(self._graph, settings).merge_lora, out_shardings=like)(params, state.frozen)
         sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
-        kind, model_of = next(iter(sharding.device_set)).device_kind, partial(LoadedModel, self._graph, params)
+        kind, name = chip(next(iter(sharding.device_set)).device_kind), context.recipe.name
         layout = MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None
-        dtype, name = compute_dtype(settings.precision, chip(kind)).name, context.recipe.name
-        of_use = layout, self._system_prompt, dtype, isinstance(settings, TuningSettings)  # then it is a chat model
-        model = model_of(chat_tokenizer(context), name, self._length, *of_use)
+        of_use: dict[str, Any] = {"layout": layout, "chat": isinstance(settings, TuningSettings)}
+        of_use |= {"system_prompt": self._system_prompt, "compute_dtype": compute_dtype(settings.precision, kind).name}
+        model = LoadedModel(self._graph, params, chat_tokenizer(context), name, self._length, **of_use)
         rows, world = context.inputs.get("tokenize"), context.inputs.get("synthesize")
         world = world if rows is None else made_from(rows, "synthesize")  # a pretraining reads no world itself
         lines = dict[str, Sequence[dict[str, Any]]]()

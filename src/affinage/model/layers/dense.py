@@ -91,9 +91,9 @@ def _product(
 
 def _with_bias(y: Float[Array, "..."], params: PyTree, on_gpu: bool) -> Float[Array, "..."]:
     if "bias" not in params:
-        return y
-    bias = _along_last(params["bias"], wide := y.astype(jnp.float32))  # whose gradient is added up in this dtype
-    return (_of_one_gradient if on_gpu else lambda x: x)((wide + bias).astype(y.dtype))
+        return y  # else a sum in float32, and so are the sums of the bias's gradient
+    total = ((wide := y.astype(jnp.float32)) + _along_last(params["bias"], wide)).astype(y.dtype)
+    return _of_one_gradient(total) if on_gpu else total
 
 
 # The same, whose gradient is stored: GPUs would else store that of a bias and of a product apart, one in float32.
